@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn N Gymnasium environments into the rows of a rollout.
+
+A row is a dict of arrays with leading dimension N, one entry per environment:
+
+    frame           [N, *obs_shape]  the observation that arrived with this row, or a nest of them
+    reward          [N] float32      raw reward of the step that led here
+    done            [N] bool         a new episode begins here (also in the very first row)
+    truncated       [N] bool         the true last observation of an episode cut by a time limit
+    terminated      [N] bool         always false here: these environments reset in the same step
+    episode_return  [N] float32      of the episode so far; where done, of the one that just ended
+    episode_step    [N] int32        likewise, in agent steps
+    game_done       [N] bool         a new game begins here; differs from done where a lost life
+    game_return     [N] float32        ends an episode but not the game
+    game_step       [N] int32
+    last_action     [N] int64        the action that led here; 0 in the very first row
+
+An episode that terminates resets within the step: its last reward comes together with the next
+episode's first observation. One that is truncated takes an extra row, so that V-trace can
+bootstrap from the observation at which it was cut. The action given in that row is ignored.
+"""
+
+import math
+
+import gymnasium as gym
+import numpy as np
+
+
+class EnvError(RuntimeError):
+    """An environment raised or broke its contract; the message names it and the step."""
+
+
+def map_nest(function, nest, *others):
+    """Apply `function` to each leaf of a nest of dicts and tuples (or of several alike ones)."""
+    if isinstance(nest, dict):
+        return {k: map_nest(function, v, *(o[k] for o in others)) for k, v in nest.items()}
+    if isinstance(nest, tuple):
+        return tuple(map_nest(function, *leaves) for leaves in zip(nest, *others, strict=True))
+    return function(nest, *others)
+
+
+def empty_observation(space, num_envs):
+    """Return a nest of zeros [num_envs, ...] that holds a batch of observations of `space`."""
+    if isinstance(space, gym.spaces.Dict):
+        return {key: empty_observation(s, num_envs) for key, s in space.spaces.items()}
+    if isinstance(space, gym.spaces.Tuple):
+        return tuple(empty_observation(s, num_envs) for s in space.spaces)
+    if space.shape is None or space.dtype is None or space.dtype.kind not in "biuf":
+        raise EnvError(
+            f"observation space {space} is not made of arrays of numbers; "
+            "wrap the environment so that it is a Box, or a Dict or Tuple of them"
+        )
+    return np.zeros((num_envs, *space.shape), space.dtype)
+
+
+class Environments:
+    """N environments, stepped one after the other as one batch.
+
+    Args:
+      create_env: called N times without arguments; returns a Gymnasium environment.
+      num_envs: N.
+      seed: an int or a sequence of ints, from which each environment draws a seed of its own.
+      name: put in front of error messages.
+
+    Rows are returned in `row`, whose arrays stay the same and are overwritten by each call.
+    """
+
+    def __init__(self, create_env, num_envs, seed, name="environments"):
+        self.name = name
+        self.seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(num_envs) // 2]
+        self.envs = []
+        try:
+            for _ in range(num_envs):
+                self.envs.append(create_env())
+            self._check_spaces()
+        except BaseException:
+            self.close()
+            raise
+        self.observation_space = self.envs[0].observation_space
+        self.num_actions = int(self.envs[0].action_space.n)
+        self._first_action = int(self.envs[0].action_space.start)
+        self.row = {
+            "frame": empty_observation(self.observation_space, num_envs),
+            "reward": np.zeros(num_envs, np.float32),
+            "done": np.ones(num_envs, bool),
+            "truncated": np.zeros(num_envs, bool),
+            "terminated": np.zeros(num_envs, bool),
+            "episode_return": np.zeros(num_envs, np.float32),
+            "episode_step": np.zeros(num_envs, np.int32),
+            "game_done": np.ones(num_envs, bool),
+            "game_return": np.zeros(num_envs, np.float32),
+            "game_step": np.zeros(num_envs, np.int32),
+            "last_action": np.zeros(num_envs, np.int64),
+        }
+        # Kept in double precision, in which sums of float32 rewards stay exact for long.
+        self._episode = [_Totals() for _ in range(num_envs)]
+        self._game = [_Totals() for _ in range(num_envs)]
+        self._steps = [0] * num_envs  # calls of step since the start, for error messages
+        self._truncated = [False] * num_envs  # the last row showed the end of a cut episode
+        self._game_over = [False] * num_envs
+
+    def initial(self):
+        """Reset every environment and return the very first row."""
+        for i, seed in enumerate(self.seeds):
+            self._reset(i, seed)
+        return self.row
+
+    def step(self, actions):
+        """Take `actions` ([N] ints in 0..num_actions - 1) and return the next row.
+
+        Raises:
+          EnvError: an environment raised, or returned what its spaces do not allow.
+        """
+        for i, action in enumerate(actions.tolist()):
+            self._step(i, action)
+        return self.row
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+        self.envs = []
+
+    def _step(self, i, action):
+        row, episode, game = self.row, self._episode[i], self._game[i]
+        if self._truncated[i]:  # the extra row is over; this one begins the next episode
+            self._truncated[i] = False
+            row["reward"][i] = 0.0
+            row["truncated"][i] = False
+            row["game_done"][i] = self._game_over[i]
+            self._write_totals(i)
+            self._reset(i)
+            return
+
+        self._steps[i] += 1
+        try:
+            observation, reward, terminated, truncated, info = self.envs[i].step(
+                action + self._first_action
+            )
+            reward = float(reward)
+        except Exception as error:
+            raise self._error(i, f"step({action}) raised {_describe(error)}") from error
+        if not math.isfinite(reward):
+            raise self._error(i, f"the reward is {reward}; it must be finite")
+
+        episode.add(reward)
+        game.add(reward)
+        row["reward"][i] = reward
+        row["last_action"][i] = action
+        if terminated:
+            row["game_done"][i] = self._game_over[i] = info.get("game_over", True)
+        elif truncated:
+            self._truncated[i] = True
+            self._game_over[i] = info.get("game_over", True)
+            row["game_done"][i] = False
+        else:
+            row["game_done"][i] = False
+        row["done"][i] = terminated
+        row["truncated"][i] = self._truncated[i]
+        self._write_totals(i)
+        if terminated:
+            self._reset(i)
+        else:
+            self._write_frame(i, observation)
+
+    def _reset(self, i, seed=None):
+        """Begin an episode: write its first observation, and its totals from nought."""
+        try:
+            observation, _ = self.envs[i].reset(seed=seed)
+        except Exception as error:
+            raise self._error(i, f"reset() raised {_describe(error)}") from error
+        self.row["done"][i] = True
+        self._episode[i].clear()
+        if self._game_over[i]:
+            self._game_over[i] = False
+            self._game[i].clear()
+        self._write_frame(i, observation)
+
+    def _write_totals(self, i):
+        self.row["episode_return"][i] = self._episode[i].reward
+        self.row["episode_step"][i] = self._episode[i].steps
+        self.row["game_return"][i] = self._game[i].reward
+        self.row["game_step"][i] = self._game[i].steps
+
+    def _write_frame(self, i, observation):
+        try:
+            self._write(i, self.row["frame"], observation, "observation")
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._error(i, f"the observation is not of its space: {error}") from error
+
+    def _write(self, i, target, observation, path):
+        if isinstance(target, dict):
+            if not isinstance(observation, dict) or observation.keys() != target.keys():
+                raise TypeError(f"{path} should be a dict with the keys {sorted(target)}")
+            for key in target:
+                self._write(i, target[key], observation[key], f"{path}[{key!r}]")
+        elif isinstance(target, tuple):
+            if not isinstance(observation, tuple) or len(observation) != len(target):
+                raise TypeError(f"{path} should be a tuple of {len(target)}")
+            for k, (t, o) in enumerate(zip(target, observation, strict=True)):
+                self._write(i, t, o, f"{path}[{k}]")
+        else:
+            array = np.asarray(observation)
+            # A Python number for a scalar space (Discrete, say) has no dtype of its own.
+            if array.shape != target.shape[1:] or (
+                array.dtype != target.dtype and not isinstance(observation, (bool, int, float))
+            ):
+                raise ValueError(
+                    f"{path} is {array.dtype}{list(array.shape)}, "
+                    f"its space says {target.dtype}{list(target.shape[1:])}"
+                )
+            target[i] = array
+
+    def _check_spaces(self):
+        first = self.envs[0]
+        if not isinstance(first.action_space, gym.spaces.Discrete):
+            raise EnvError(
+                f"{self.name}: the action space is {first.action_space}; only Discrete is "
+                "supported, so wrap the environment to have one"
+            )
+        for i, env in enumerate(self.envs):
+            if (env.observation_space, env.action_space) != (
+                first.observation_space,
+                first.action_space,
+            ):
+                raise EnvError(
+                    f"{self.name}: environment {i} has the spaces {env.observation_space} and "
+                    f"{env.action_space}, but environment 0 has {first.observation_space} and "
+                    f"{first.action_space}; all must be alike"
+                )
+
+    def _error(self, i, what):
+        spec = self.envs[i].spec
+        return EnvError(
+            f"{self.name}: environment {i} ({spec.id if spec else self.envs[i]}, "
+            f"seed {self.seeds[i]}), step {self._steps[i]}: {what}"
+        )
+
+
+class _Totals:
+    """Return and length of one episode or game."""
+
+    def __init__(self):
+        self.clear()
+
+    def add(self, reward):
+        self.reward += reward
+        self.steps += 1
+
+    def clear(self):
+        self.reward = 0.0
+        self.steps = 0
+
+
+def _describe(error):
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,734 @@
+# SPDX-License-Identifier: Apache-2.0
+"""IMPALA on one machine: actor processes, shared-memory rollout buffers, one learner.
+
+    python monobeast.py --env PongNoFrameskip-v4            train (again with --xpid: resume)
+    python monobeast.py --mode test --xpid NAME             play whole games with the checkpoint
+
+                 free queue (buffer indices)
+       +--------------------<--------------------------+
+       v                                               |
+    actor 0: Net, N environments --+                   |
+    actor 1: Net, N environments --+-> rollouts in --> learner threads: batch, V-trace,
+    ...                            |   shared memory   loss, RMSProp
+    actor k: Net, N environments --+                   |
+       ^            full queue (buffer indices) -->    |
+       +--------------------<--------------------------+
+                 weights, as one consistent version
+
+To change the model, edit Net; the loss, compute_loss; the environment, create_env.
+
+Shapes: T unroll length, B batch size, N environments an actor, A actions. A rollout has T + 1
+rows, of which the first is the last of the rollout before it; environment.py says what they hold.
+"""
+
+import argparse
+import logging
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
+import os
+import pprint
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import atari_wrappers
+import evaluate
+import experiment
+import vtrace
+from environment import Environments, map_nest
+
+# fmt: off
+parser = argparse.ArgumentParser(
+    description="IMPALA on one machine.", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    allow_abbrev=False)
+
+run = parser.add_argument_group("run")
+run.add_argument("--mode", default="train", choices=["train", "test", "test_render"],
+                 help="Train, or play whole games with a checkpoint, shown on screen or not.")
+run.add_argument("--env", default="PongNoFrameskip-v4", help="Gymnasium environment.")
+run.add_argument("--xpid", help="Name of the run; one that has a checkpoint is resumed. "
+                 "By default a new name, made of the time; to test, the latest run.")
+run.add_argument("--savedir", default="~/logs/torchbeast", help="Folder of all runs.")
+run.add_argument("--seed", type=int, help="Seed of environments, model and action sampling. "
+                 "By default a random one, which meta.json tells.")
+run.add_argument("--disable_checkpoint", action="store_true", help="Save no checkpoint.")
+run.add_argument("--disable_cuda", action="store_true", help="Learn on the CPU.")
+run.add_argument("--num_episodes", default=10, type=int, help="Whole games that a test plays.")
+run.add_argument("--greedy", action="store_true",
+                 help="In a test, take the most probable action instead of sampling.")
+
+training = parser.add_argument_group("training")
+training.add_argument("--total_steps", default=5_000_000, type=int,
+                      help="Agent steps to learn from.")
+training.add_argument("--num_actors", default=2, type=int, help="Actor processes.")
+training.add_argument("--envs_per_actor", default=16, type=int,
+                      help="Environments that an actor steps with one batched forward pass.")
+training.add_argument("--batch_size", default=32, type=int, help="Rollouts in a batch.")
+training.add_argument("--unroll_length", default=20, type=int, help="Steps in a rollout.")
+training.add_argument("--num_buffers", type=int, help="Rollouts held in shared memory. "
+                      "By default num_actors * envs_per_actor + 2 * batch_size.")
+training.add_argument("--num_learner_threads", default=1, type=int,
+                      help="Threads that make batches; one learns while others make the next.")
+training.add_argument("--use_lstm", action="store_true", help="Use an LSTM.")
+
+loss = parser.add_argument_group("loss")
+loss.add_argument("--entropy_cost", default=0.01, type=float, help="Weight of the entropy.")
+loss.add_argument("--baseline_cost", default=0.5, type=float, help="Weight of the baseline loss.")
+loss.add_argument("--discounting", default=0.99, type=float, help="Discount a step.")
+loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "none"],
+                  help="Clip rewards to [-1, 1] in the learner.")
+
+optimizer = parser.add_argument_group("optimizer (RMSProp)")
+optimizer.add_argument("--learning_rate", default=6e-4, type=float,
+                       help="Learning rate at the start; falls linearly to 0 at total_steps.")
+optimizer.add_argument("--alpha", default=0.99, type=float, help="Smoothing constant.")
+optimizer.add_argument("--momentum", default=0.0, type=float, help="Momentum.")
+optimizer.add_argument("--epsilon", default=0.01, type=float, help="Added outside the root.")
+optimizer.add_argument("--grad_norm_clipping", default=40.0, type=float,
+                       help="Largest norm of the gradient.")
+
+atari_wrappers.add_flags(parser)
+# fmt: on
+
+LOG_INTERVAL = 5  # seconds
+CHECKPOINT_INTERVAL = 5 * 60  # seconds
+MAX_DEATHS, DEATHS_WINDOW = 5, 10 * 60  # deaths of one actor, within seconds, that end the run
+
+
+def create_env(flags):
+    """Return one environment with a Discrete action space."""
+    testing = flags.mode != "train"
+    if testing:
+        flags = argparse.Namespace(**{**vars(flags), "episodic_life": False})  # whole games
+    render_mode = "human" if flags.mode == "test_render" else None
+    return atari_wrappers.create_atari(flags, render_mode)
+
+
+class Net(nn.Module):
+    """The shallow Atari network, with an optional LSTM: policy logits and baseline."""
+
+    def __init__(self, observation_space, num_actions, use_lstm=False):
+        super().__init__()
+        shape = observation_space.shape
+        if shape is None or len(shape) != 3 or min(shape[1:]) < 36:
+            raise experiment.FlagError(
+                f"Net is for frames [channels, height, width] of at least 36x36 pixels, but the "
+                f"environment's observations are {observation_space}; edit Net in {__file__}"
+            )
+        self.num_actions = num_actions
+        self.conv = nn.Sequential(
+            nn.Conv2d(shape[0], 32, kernel_size=8, stride=4),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, kernel_size=4, stride=2),
+            nn.ReLU(),
+            nn.Conv2d(64, 64, kernel_size=3, stride=1),
+            nn.ReLU(),
+        )
+        with torch.no_grad():
+            num_features = self.conv(torch.zeros(1, *shape)).numel()
+        self.fc = nn.Linear(num_features, 512)
+        core_size = 512 + num_actions + 1
+        self.lstm = nn.LSTM(core_size, 256) if use_lstm else None
+        if use_lstm:
+            core_size = 256
+        self.policy = nn.Linear(core_size, num_actions)
+        self.baseline = nn.Linear(core_size, 1)
+        self.to(memory_format=torch.channels_last)  # faster convolutions, on CPU and GPU
+
+    def initial_state(self, batch_size):
+        """Return the recurrent state at the start of an episode: tensors [layers, B, hidden]."""
+        if self.lstm is None:
+            return ()
+        return tuple(torch.zeros(1, batch_size, self.lstm.hidden_size) for _ in range(2))
+
+    def forward(self, inputs, agent_state):
+        """Answer each row.
+
+        Args:
+          inputs: rows as a dict of [T, B, ...] tensors; frame, reward, done and last_action count.
+          agent_state: recurrent state before the first row.
+
+        Returns:
+          A dict of policy_logits [T, B, A], baseline [T, B] and action [T, B] (sampled in training
+          mode, else the most probable), and the recurrent state after the last row.
+        """
+        T, B = inputs["reward"].shape
+        x = inputs["frame"].flatten(0, 1)  # [T * B, C, H, W]
+        x = x.contiguous(memory_format=torch.channels_last).float().div_(255)
+        x = self.conv(x)
+        x = F.relu(self.fc(x.flatten(1)))
+        last_action = F.one_hot(inputs["last_action"].flatten(), self.num_actions).float()
+        reward = inputs["reward"].clamp(-1, 1).view(T * B, 1)
+        x = torch.cat([x, reward, last_action], dim=1)
+
+        if self.lstm is not None:
+            outputs = []
+            for x_t, done in zip(x.view(T, B, -1), inputs["done"], strict=True):
+                # A new episode begins in this row, so it starts from the initial state.
+                keep = (~done).float().view(1, B, 1)
+                agent_state = tuple(s * keep for s in agent_state)
+                output, agent_state = self.lstm(x_t.unsqueeze(0), agent_state)
+                outputs.append(output)
+            x = torch.cat(outputs).flatten(0, 1)
+
+        policy_logits = self.policy(x)  # [T * B, A]
+        baseline = self.baseline(x)
+        if self.training:
+            action = torch.multinomial(F.softmax(policy_logits, dim=1), num_samples=1)
+        else:
+            action = policy_logits.argmax(dim=1)
+        return {
+            "policy_logits": policy_logits.view(T, B, self.num_actions),
+            "baseline": baseline.view(T, B),
+            "action": action.view(T, B),
+        }, agent_state
+
+
+def compute_policy_gradient_loss(logits, actions, advantages, mask):
+    cross_entropy = F.cross_entropy(logits.flatten(0, 1), actions.flatten(), reduction="none")
+    return torch.sum(torch.where(mask, cross_entropy.view_as(advantages) * advantages, 0))
+
+
+def compute_baseline_loss(advantages, mask):
+    return 0.5 * torch.sum(torch.where(mask, advantages**2, 0))
+
+
+def compute_entropy_loss(logits, mask):
+    """Return the negative entropy."""
+    log_policy = F.log_softmax(logits, dim=-1)
+    return torch.sum(torch.where(mask, torch.sum(log_policy.exp() * log_policy, dim=-1), 0))
+
+
+def compute_loss(flags, model, batch, initial_agent_state):
+    """Return the loss of a batch of rollouts ([T + 1, B, ...] each), summed over T and B.
+
+    The step sizes of the IMPALA paper (Table G.1) go with a sum, not with a mean.
+    """
+    outputs, _ = model(batch, initial_agent_state)
+    bootstrap_value = outputs["baseline"][-1]  # [B]
+
+    # Index t of all that follows is the transition from row t to row t + 1. What was recorded about
+    # it stands in row t + 1; what the model says of it now comes from the row that it leaves.
+    actions = batch["action"][1:]
+    behavior_policy_logits = batch["policy_logits"][1:]
+    rewards = batch["reward"][1:]
+    target_policy_logits = outputs["policy_logits"][:-1]
+    values = outputs["baseline"][:-1]
+    # Out of the last row of an episode there is no transition, only a reset.
+    mask = ~(batch["truncated"] | batch["terminated"])[:-1]
+    discounts = flags.discounting * (~(batch["done"] | batch["terminated"])[1:]).float()
+    if flags.reward_clipping == "abs_one":
+        rewards = rewards.clamp(-1, 1)
+
+    targets = vtrace.from_logits(
+        behavior_policy_logits=behavior_policy_logits,
+        target_policy_logits=target_policy_logits,
+        actions=actions,
+        discounts=discounts,
+        rewards=rewards,
+        values=values,
+        bootstrap_value=bootstrap_value,
+        mask=mask,
+    )
+    pg_loss = compute_policy_gradient_loss(
+        target_policy_logits, actions, targets.pg_advantages, mask
+    )
+    baseline_loss = flags.baseline_cost * compute_baseline_loss(targets.vs - values, mask)
+    entropy_loss = flags.entropy_cost * compute_entropy_loss(target_policy_logits, mask)
+    total_loss = pg_loss + baseline_loss + entropy_loss
+    return total_loss, {
+        "total_loss": total_loss.detach(),
+        "pg_loss": pg_loss.detach(),
+        "baseline_loss": baseline_loss.detach(),
+        "entropy_loss": entropy_loss.detach(),
+        "steps": mask.sum(),
+    }
+
+
+def learn(flags, model, batch, initial_agent_state, optimizer):
+    """Take one step of the optimizer; return its figures as floats."""
+    total_loss, figures = compute_loss(flags, model, batch, initial_agent_state)
+    optimizer.zero_grad()
+    total_loss.backward()
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
+    optimizer.step()
+    figures["grad_norm"] = grad_norm
+    # All at once: each float() alone would wait for the GPU.
+    values = torch.stack([value.double() for value in figures.values()]).tolist()
+    return dict(zip(figures, values, strict=True))
+
+
+class PublishedWeights:
+    """The newest weights in shared memory, read without locks, always as one whole version.
+
+    Two slots are written in turn, and the version is told only after its slot is complete. A reader
+    that finds the version unchanged after its copy knows that nobody wrote to that slot meanwhile.
+    A lock would do too, until an actor is killed while it holds it.
+    """
+
+    def __init__(self, model):
+        self._version = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self._slots = tuple(
+            {k: v.detach().cpu().clone().share_memory_() for k, v in model.state_dict().items()}
+            for _ in range(2)
+        )
+
+    @property
+    def version(self):
+        return int(self._version)
+
+    def publish(self, model):
+        version = self.version + 1
+        for key, value in model.state_dict().items():
+            self._slots[version % 2][key].copy_(value)
+        self._version[0] = version
+
+    def load_into(self, model):
+        """Copy the newest weights into `model` and return their version."""
+        while True:
+            version = self.version
+            model.load_state_dict(self._slots[version % 2])
+            if self.version == version:
+                return version
+
+
+def act(flags, actor, seed, pipe, buffers, weights):
+    """Fill buffers with rollouts for as long as the main process lives: an actor process."""
+    # Ctrl-C reaches the whole process group. The main process decides: it closes the pipe.
+    for number in experiment.STOP_SIGNALS:
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, experiment.STOP_SIGNALS)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    N, T = flags.envs_per_actor, flags.unroll_length
+    environments = None
+    try:
+        experiment.seed_generators([*seed, 0])
+        environments = Environments(lambda: create_env(flags), N, [*seed, 1], f"actor {actor}")
+        model = Net(environments.observation_space, environments.num_actions, flags.use_lstm)
+        row = environments.initial()
+        inputs = map_nest(lambda a: torch.from_numpy(a).unsqueeze(0), row)  # views: [1, N, ...]
+        arrays = map_nest(lambda b: b.numpy(), buffers["rows"])
+        agent_output = {k: np.zeros_like(arrays[k][:N, 0]) for k in arrays.keys() - row.keys()}
+        agent_state = model.initial_state(N)
+
+        pipe.send(("full", []))  # nothing yet, but ready for the first free buffers
+        while True:
+            indices = np.array(pipe.recv())  # [N]
+            buffers["policy_version"][indices] = weights.load_into(model)
+            for i, index in enumerate(indices):
+                for buffer, state in zip(buffers["initial_agent_state"], agent_state, strict=True):
+                    buffer[index] = state[:, i : i + 1]
+            for t in range(T + 1):
+                if pipe.poll():
+                    return  # the main process has closed the pipe
+                if t > 0:  # row 0 is the last one of the rollout before
+                    with torch.inference_mode():
+                        agent_output, agent_state = model(inputs, agent_state)
+                    agent_output = {k: v.squeeze(0).numpy() for k, v in agent_output.items()}
+                    environments.step(agent_output["action"])
+                for key, value in (row | agent_output).items():
+                    map_nest(lambda a, v, at=(indices, t): a.__setitem__(at, v), arrays[key], value)
+            pipe.send(("full", indices.tolist()))
+    except (EOFError, BrokenPipeError):
+        pass  # likewise
+    except Exception:
+        pipe.send(("error", traceback.format_exc()))
+    finally:
+        if environments is not None:
+            environments.close()
+
+
+def end_with_parent():
+    """End this process when its parent is gone, also where SIGKILL left it no time to say so."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+class Actors:
+    """Actor processes, and the free and the full queue of buffer indices.
+
+    Each actor has a pipe of its own, through which it gets free indices and returns full ones, so
+    that one that is killed, wherever it may stand, locks nobody else out and loses no index. It is
+    replaced by a new process; an actor that dies time and again ends the run.
+
+    Args:
+      start: called with (actor, incarnation, pipe); returns a started process.
+      num_actors, envs_per_actor, num_buffers: ints.
+    """
+
+    def __init__(self, start, num_actors, envs_per_actor, num_buffers):
+        self._start = start
+        self._envs_per_actor = envs_per_actor
+        self._condition = threading.Condition()  # guards what follows
+        self._free = deque(range(num_buffers))
+        self._full = deque()
+        self._waiting = deque()  # actors that wait for free buffers, in turn
+        self._held = [[] for _ in range(num_actors)]
+        self._closed = False
+        self._error = None
+
+        # Of the thread that watches over the processes alone, once that has started.
+        self._processes = [None] * num_actors
+        self._pipes = [None] * num_actors
+        self._incarnations = [0] * num_actors
+        self._deaths = [deque() for _ in range(num_actors)]
+        self._tracebacks = [None] * num_actors
+        self._wake_reader, self._wake_writer = multiprocessing.Pipe(duplex=False)
+        for actor in range(num_actors):
+            self._start_process(actor)
+        self._watcher = threading.Thread(target=self._watch, name="actors", daemon=True)
+        self._watcher.start()
+
+    def take(self, count):
+        """Wait for `count` full buffers and return their indices; None once closed."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._closed or len(self._full) >= count)
+            if self._closed:
+                return None
+            return [self._full.popleft() for _ in range(count)]
+
+    def release(self, indices):
+        """Give buffers that were taken back to the actors."""
+        with self._condition:
+            self._free.extend(indices)
+            self._hand_out()
+
+    def num_full(self):
+        with self._condition:
+            return len(self._full)
+
+    @property
+    def num_restarts(self):
+        return sum(self._incarnations)
+
+    def check(self):
+        """Raise the error that has closed the queues, if there is one."""
+        with self._condition:
+            if self._error is not None:
+                raise self._error
+
+    def close(self):
+        """Wake all who wait and end all processes. Only the first call does anything."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        if not self._watcher.is_alive() and self._wake_writer.closed:
+            return
+        self._wake_writer.send(None)
+        self._watcher.join()
+        self._wake_writer.close()
+        for pipe in self._pipes:
+            pipe.close()  # which the actors notice
+        deadline = time.monotonic() + 3
+        for process in self._processes:
+            process.join(max(0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _hand_out(self):  # requires the condition's lock
+        while self._waiting and len(self._free) >= self._envs_per_actor and not self._closed:
+            actor = self._waiting.popleft()
+            self._held[actor] = [self._free.popleft() for _ in range(self._envs_per_actor)]
+            try:
+                self._pipes[actor].send(self._held[actor])
+            except OSError:
+                pass  # it has died; the watcher takes the indices back
+
+    def _watch(self):
+        try:
+            while not self._closed:
+                actors = {pipe: actor for actor, pipe in enumerate(self._pipes)}
+                actors |= {p.sentinel: actor for actor, p in enumerate(self._processes)}
+                ready = multiprocessing.connection.wait([self._wake_reader, *actors])
+                for actor in sorted({actors[r] for r in ready if r is not self._wake_reader}):
+                    # Asked for before the messages are read, so that the last ones are not lost.
+                    dead = not self._processes[actor].is_alive()
+                    if not self._read_messages(actor) or dead:
+                        self._replace(actor)
+        except Exception as error:
+            with self._condition:
+                self._error = error
+                self._closed = True
+                self._condition.notify_all()
+
+    def _read_messages(self, actor):
+        """Handle what the actor has sent; return False where its end of the pipe is closed."""
+        pipe = self._pipes[actor]
+        try:
+            while pipe.poll():
+                kind, content = pipe.recv()
+                if kind == "error":
+                    self._tracebacks[actor] = content
+                    continue
+                with self._condition:
+                    self._full.extend(content)
+                    self._held[actor] = []
+                    self._waiting.append(actor)
+                    self._hand_out()
+                    self._condition.notify_all()
+        except (EOFError, OSError):
+            return False
+        return True
+
+    def _replace(self, actor):
+        """Take the indices of a dead actor back and start another process in its place."""
+        process = self._processes[actor]
+        process.join(1)
+        if process.is_alive():  # it has closed its pipe and yet does not end
+            process.kill()
+            process.join()
+        self._pipes[actor].close()
+        with self._condition:
+            self._free.extend(self._held[actor])
+            self._held[actor] = []
+            if actor in self._waiting:
+                self._waiting.remove(actor)
+        cause = self._tracebacks[actor] or _describe_exit(process.exitcode)
+        self._tracebacks[actor] = None
+        now = time.monotonic()
+        deaths = self._deaths[actor]
+        deaths.append(now)
+        while deaths[0] < now - DEATHS_WINDOW:
+            deaths.popleft()
+        if len(deaths) >= MAX_DEATHS:
+            raise RuntimeError(
+                f"actor {actor} died {len(deaths)} times within {DEATHS_WINDOW // 60} minutes, "
+                f"most recently: {cause}"
+            )
+        logging.error(
+            "Actor %d died and is started anew (death %d; %d within %d minutes end the run): %s",
+            actor, len(deaths), MAX_DEATHS, DEATHS_WINDOW // 60, cause,
+        )  # fmt: skip
+        self._incarnations[actor] += 1
+        self._start_process(actor)
+        with self._condition:
+            self._hand_out()  # to others, of the indices that came back
+
+    def _start_process(self, actor):
+        pipe, far_end = multiprocessing.Pipe()
+        self._processes[actor] = self._start(actor, self._incarnations[actor], far_end)
+        far_end.close()
+        with self._condition:
+            self._pipes[actor] = pipe
+
+
+def _describe_exit(code):
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"it ended with status {code}"
+
+
+def create_buffers(flags, row, agent_output, agent_state):
+    """Return the rollout buffers in shared memory: one tensor a key, [num_buffers, T + 1, ...].
+
+    Args:
+      row, agent_output: dicts of tensors [1, 1, ...] (or nests of them), agent_state: tuple of
+        tensors [layers, 1, hidden]; all of them samples.
+    """
+    M, T = flags.num_buffers, flags.unroll_length
+    rows = row | agent_output
+    shapes = {  # on the device "meta", which has no memory
+        "rows": map_nest(lambda x: x.to("meta").new_empty(M, T + 1, *x.shape[2:]), rows),
+        "initial_agent_state": tuple(s.to("meta").new_empty(M, *s.shape) for s in agent_state),
+        "policy_version": torch.empty(M, dtype=torch.int64, device="meta"),
+    }
+    sizes = []
+    map_nest(lambda x: sizes.append(x.numel() * x.element_size()), shapes)
+    free = shutil.disk_usage("/dev/shm").free
+    if sum(sizes) > 0.95 * free:
+        raise experiment.FlagError(
+            f"the rollout buffers need {sum(sizes) / 2**20:,.0f} MiB of shared memory, but "
+            f"/dev/shm has {free / 2**20:,.0f} MiB left: enlarge it (mount -o remount,size=... "
+            f"/dev/shm; in Docker: docker run --shm-size=...), or lower --num_buffers ({M}), "
+            f"--num_actors ({flags.num_actors}) or --envs_per_actor ({flags.envs_per_actor})"
+        )
+    return map_nest(lambda x: torch.zeros_like(x, device="cpu").share_memory_(), shapes)
+
+
+def check_flags(flags):
+    """Refuse what cannot work, before anything starts; fill in what depends on other flags."""
+    for name in ("num_actors", "envs_per_actor", "batch_size", "unroll_length", "total_steps",
+                 "num_learner_threads", "num_episodes"):  # fmt: skip
+        if getattr(flags, name) < 1:
+            raise experiment.FlagError(f"--{name} is {getattr(flags, name)}; it must be positive")
+    least = flags.num_actors * flags.envs_per_actor + flags.batch_size
+    if flags.num_buffers is None:
+        flags.num_buffers = least + flags.batch_size
+    if flags.num_buffers < least:
+        raise experiment.FlagError(
+            f"--num_buffers is {flags.num_buffers}, but the actors fill --num_actors x "
+            f"--envs_per_actor = {flags.num_actors} x {flags.envs_per_actor} buffers at once, and "
+            f"the learner takes --batch_size = {flags.batch_size} more: give it at least {least}"
+        )
+    if flags.seed is None:
+        flags.seed = int.from_bytes(os.urandom(4), "little")
+
+
+def train(flags):
+    check_flags(flags)
+    experiment.keep_freed_memory()
+    experiment.seed_generators([flags.seed, 0])
+    T, B = flags.unroll_length, flags.batch_size
+    device = torch.device(
+        "cuda" if torch.cuda.is_available() and not flags.disable_cuda else "cpu"
+    )
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - flags.num_actors))
+
+    # One environment and one answer of the model show that they work together, and all shapes.
+    sample = Environments(lambda: create_env(flags), 1, [flags.seed, 0], "the environment")
+    model = Net(sample.observation_space, sample.num_actions, flags.use_lstm)
+    with torch.no_grad():
+        row = map_nest(lambda a: torch.from_numpy(a).unsqueeze(0), sample.initial())
+        agent_output, agent_state = model(row, model.initial_state(1))
+    sample.close()
+    buffers = create_buffers(flags, row, agent_output, agent_state)
+
+    model.to(device)
+    optimizer = torch.optim.RMSprop(
+        model.parameters(), lr=flags.learning_rate, momentum=flags.momentum, eps=flags.epsilon,
+        alpha=flags.alpha,
+    )  # fmt: skip
+    stats = {"step": 0, "episode_returns": [], "game_returns": []}
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda _: 1 - min(stats["step"], flags.total_steps) / flags.total_steps
+    )
+    experiment.resume(flags, model, optimizer, scheduler, stats)
+    first_step = stats["step"]
+
+    # A fork server has no threads, and imports torch once for all actors. It inherits that the
+    # signals are blocked, and so outlives a Ctrl-C, which reaches all processes.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__"])
+    signal.pthread_sigmask(signal.SIG_BLOCK, experiment.STOP_SIGNALS)
+    multiprocessing.forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, experiment.STOP_SIGNALS)
+
+    weights = PublishedWeights(model)
+    stop = threading.Event()
+    errors = []
+    lock = threading.Lock()  # guards model, optimizer, scheduler, stats, figures and lags
+    figures, lags = {}, []
+
+    def start_actor(actor, incarnation, pipe):
+        # A restarted actor, or one of a resumed run, must not play the same games again.
+        seed = [flags.seed, 1 + actor, incarnation, first_step]
+        process = context.Process(
+            target=act, args=(flags, actor, seed, pipe, buffers, weights), daemon=True
+        )
+        process.start()
+        return process
+
+    def batch_and_learn():
+        try:
+            batch = map_nest(
+                lambda b: torch.empty(
+                    T + 1, B, *b.shape[2:], dtype=b.dtype, pin_memory=device.type == "cuda"
+                ),
+                buffers["rows"],
+            )
+            while stats["step"] < flags.total_steps:
+                indices = actors.take(B)
+                if indices is None:
+                    return
+                for i, m in enumerate(indices):
+                    map_nest(lambda x, b, i=i, m=m: x[:, i].copy_(b[m]), batch, buffers["rows"])
+                agent_state = tuple(
+                    torch.cat([b[m] for m in indices], dim=1).to(device)
+                    for b in buffers["initial_agent_state"]
+                )
+                versions = buffers["policy_version"][indices]
+                actors.release(indices)
+                # Row 0 was counted when it was the last row of the rollout before.
+                done, game_done = batch["done"][1:], batch["game_done"][1:]
+                episode_returns = batch["episode_return"][1:][done].tolist()
+                game_returns = batch["game_return"][1:][game_done].tolist()
+                device_batch = map_nest(lambda x: x.to(device, non_blocking=True), batch)
+                with lock:
+                    lags.extend((weights.version - versions).tolist())
+                    figures.update(learn(flags, model, device_batch, agent_state, optimizer))
+                    weights.publish(model)
+                    stats["step"] += int(figures.pop("steps"))
+                    scheduler.step()
+                    stats["episode_returns"] = (stats["episode_returns"] + episode_returns)[-100:]
+                    stats["game_returns"] = (stats["game_returns"] + game_returns)[-100:]
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            stop.set()
+
+    def log():
+        with lock:
+            step, latest = stats["step"], dict(figures)
+            latest["mean_episode_return"] = experiment.mean(stats["episode_returns"])
+            latest["mean_game_return"] = experiment.mean(stats["game_returns"])
+            latest["learning_rate"] = scheduler.get_last_lr()[0]
+            for name, function in (("min", min), ("mean", experiment.mean), ("max", max)):
+                latest[f"policy_lag_{name}"] = function(lags) if lags else None
+            lags.clear()
+        latest["full_buffers"] = actors.num_full()
+        latest["actor_restarts"] = actors.num_restarts
+        show = {key: experiment.show_number(value) for key, value in latest.items()}
+        texts = {"return": show["mean_episode_return"]}
+        if flags.episodic_life:
+            texts["game"] = show["mean_game_return"]
+        texts["loss"] = show.get("total_loss", "-")
+        texts["full"] = f"{latest['full_buffers']}/{flags.num_buffers}"
+        texts["lag"] = "/".join(show[f"policy_lag_{name}"] for name in ("min", "mean", "max"))
+        run_folder.log(step, latest, texts)
+
+    threads = [threading.Thread(target=batch_and_learn) for _ in range(flags.num_learner_threads)]
+    with (
+        experiment.Experiment(flags, first_step) as run_folder,
+        experiment.stop_on_signals(stop) as signals,
+    ):
+        logging.info("Flags:\n%s", pprint.pformat(vars(flags)))
+        actors = Actors(start_actor, flags.num_actors, flags.envs_per_actor, flags.num_buffers)
+        try:
+            for thread in threads:
+                thread.start()
+            saved = time.monotonic()
+            while not stop.wait(LOG_INTERVAL):
+                log()
+                if time.monotonic() > saved + CHECKPOINT_INTERVAL:
+                    with lock:
+                        run_folder.save_checkpoint(model, optimizer, scheduler, stats)
+                    saved = time.monotonic()
+        finally:
+            actors.close()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+        log()
+        if errors:
+            raise errors[0]
+        run_folder.save_checkpoint(model, optimizer, scheduler, stats)
+        actors.check()
+        return 128 + signals[0] if signals else 0
+
+
+def main(argv=None):
+    flags = experiment.parse_flags(parser, argv)
+    if flags.mode == "train":
+        return train(flags)
+    evaluate.test(flags, create_env, Net)
+    return 0
+
+
+if __name__ == "__main__":
+    experiment.start_logging()
+    try:
+        sys.exit(main())
+    except experiment.FlagError as error:
+        sys.exit(f"monobeast.py: {error}")

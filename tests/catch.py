@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny environments whose returns are known, and a MonoBeast fork that learns them.
+
+    python tests/catch.py --env Catch --savedir /tmp/runs
+
+As any fork would, it replaces create_env and Net and leaves the rest alone.
+"""
+
+import os
+import pathlib
+import signal
+import sys
+import time
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+import experiment
+import monobeast
+
+
+class Catch(gym.Env):
+    """A ball falls down a board; the paddle below should be under it. Return 1 or -1."""
+
+    def __init__(self, rows=10, columns=5):
+        self.observation_space = gym.spaces.Box(0, 1, (1, rows, columns), np.uint8)
+        self.action_space = gym.spaces.Discrete(3)
+        self.rows, self.columns = rows, columns
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.ball = [0, int(self.np_random.integers(self.columns))]
+        self.paddle = self.columns // 2
+        return self._board(), {}
+
+    def step(self, action):
+        self.paddle = min(max(self.paddle + action - 1, 0), self.columns - 1)
+        self.ball[0] += 1
+        landed = self.ball[0] == self.rows - 1
+        reward = (1.0 if self.ball[1] == self.paddle else -1.0) if landed else 0.0
+        return self._board(), reward, landed, False, {}
+
+    def _board(self):
+        board = np.zeros(self.observation_space.shape, np.uint8)
+        board[0, self.ball[0], self.ball[1]] = 1
+        board[0, -1, self.paddle] = 1
+        return board
+
+
+class Counter(gym.Env):
+    """Observes [episode, step in it]; the reward is the step. Ends as told, at a length."""
+
+    def __init__(self, length=7, truncates=False, dtype=np.float32):
+        self.observation_space = gym.spaces.Box(0, 1e6, (2,), dtype)
+        self.action_space = gym.spaces.Discrete(3)
+        self.length, self.truncates = length, truncates
+        self.episode = -1
+        self.actions = []
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode += 1
+        self.step_count = 0
+        return self._observation(), {}
+
+    def step(self, action):
+        self.actions.append(int(action))
+        self.step_count += 1
+        end = self.step_count == self.length
+        return (
+            self._observation(),
+            float(self.step_count),
+            end and not self.truncates,
+            end and self.truncates,
+            {},
+        )
+
+    def _observation(self):
+        return np.array([self.episode, self.step_count], self.observation_space.dtype)
+
+
+class Failing(Catch):
+    """Catch that fails at one step of each process, in the way that it is told."""
+
+    def __init__(self, how, at_step=25):
+        super().__init__()
+        self.how, self.at_step, self.count = how, at_step, 0
+
+    def step(self, action):
+        self.count += 1
+        observation, reward, terminated, truncated, info = super().step(action)
+        if self.count == self.at_step:
+            if self.how == "raise":
+                raise ValueError("the game is broken")
+            if self.how == "nan":
+                reward = float("nan")
+            if self.how == "shape":
+                observation = observation[:, 1:]
+            if self.how == "dtype":
+                observation = observation.astype(np.float32)
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "hang":
+                time.sleep(3600)
+        return observation, reward, terminated, truncated, info
+
+
+def create_env(flags):
+    if flags.env.startswith("Failing-"):
+        return Failing(flags.env.removeprefix("Failing-"))
+    return {"Catch": Catch, "Counter": Counter}[flags.env]()
+
+
+class Net(nn.Module):
+    def __init__(self, observation_space, num_actions, use_lstm=False):
+        super().__init__()
+        self.fc = nn.Linear(int(np.prod(observation_space.shape)), 64)
+        self.lstm = nn.LSTM(64, 64) if use_lstm else None
+        self.policy = nn.Linear(64, num_actions)
+        self.baseline = nn.Linear(64, 1)
+
+    def initial_state(self, batch_size):
+        if self.lstm is None:
+            return ()
+        return tuple(torch.zeros(1, batch_size, 64) for _ in range(2))
+
+    def forward(self, inputs, agent_state):
+        x = F.relu(self.fc(inputs["frame"].flatten(2).float()))
+        if self.lstm is not None:
+            outputs = []
+            for x_t, done in zip(x, inputs["done"], strict=True):
+                agent_state = tuple(s * (~done)[None, :, None] for s in agent_state)
+                output, agent_state = self.lstm(x_t[None], agent_state)
+                outputs.append(output)
+            x = torch.cat(outputs)
+        policy_logits = self.policy(x)
+        if self.training:
+            action = torch.distributions.Categorical(logits=policy_logits).sample()
+        else:
+            action = policy_logits.argmax(-1)
+        return {
+            "policy_logits": policy_logits,
+            "baseline": self.baseline(x).squeeze(-1),
+            "action": action,
+        }, agent_state
+
+
+monobeast.create_env = create_env
+monobeast.Net = Net
+monobeast.LOG_INTERVAL = 0.5
+
+if __name__ == "__main__":
+    experiment.start_logging()
+    try:
+        sys.exit(monobeast.main())
+    except experiment.FlagError as error:
+        sys.exit(f"catch.py: {error}")
