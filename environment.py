@@ -70,8 +70,13 @@ class Environments:
         self.seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(num_envs) // 2]
         self.envs = []
         try:
-            for _ in range(num_envs):
-                self.envs.append(create_env())
+            for i in range(num_envs):
+                try:
+                    self.envs.append(create_env())
+                except Exception as error:
+                    raise EnvError(
+                        f"{name}: cannot create environment {i}: {_describe(error)}"
+                    ) from error
             self._check_spaces()
         except BaseException:
             self.close()

@@ -22,14 +22,11 @@ def test(flags, create_env, Net):
     seed = [0 if flags.seed is None else flags.seed, 2**31]  # not the games of training
     try:
         environments = Environments(lambda: create_env(flags), 1, seed, "test")
-    except EnvError:
-        raise
-    except Exception as error:
+    except EnvError as error:
         if flags.mode != "test_render":
             raise
         raise FlagError(
-            f"cannot show {flags.env} on this screen ({type(error).__name__}: {error}); "
-            "use --mode test, or a machine with a display"
+            f"cannot show {flags.env}; use --mode test, or a machine with a display: {error}"
         ) from error
     try:
         torch.manual_seed(np.random.SeedSequence(seed).generate_state(1)[0].item())

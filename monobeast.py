@@ -45,7 +45,7 @@ import atari_wrappers
 import evaluate
 import experiment
 import vtrace
-from environment import Environments, map_nest
+from environment import EnvError, Environments, map_nest
 
 # fmt: off
 parser = argparse.ArgumentParser(
@@ -730,5 +730,5 @@ if __name__ == "__main__":
     experiment.start_logging()
     try:
         sys.exit(main())
-    except experiment.FlagError as error:
+    except (experiment.FlagError, EnvError) as error:
         sys.exit(f"monobeast.py: {error}")

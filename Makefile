@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make pong` and `make test` need nothing but make and a Python; `make help` lists the rest.
+
+PYTHON ?=  # a Python 3.11 to 3.14; when empty, the first one found
+ARGS ?=    # more flags for monobeast.py, or for pytest
+
+.DEFAULT_GOAL := help
+# Two targets at once would set up the same environment twice.
+.NOTPARALLEL:
+.PHONY: help pong test lint format clean env dev-env
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target does; \
+	do printf '%-14s %s\n' "$$target" "$$does"; done
+	@echo 'Options: ARGS="..." goes on to monobeast.py or pytest, PYTHON=... chooses the Python.'
+
+pong: env ## learn Pong; more flags: make pong ARGS="--num_actors 4"
+	exec .venv/bin/python monobeast.py --env PongNoFrameskip-v4 $(ARGS)
+
+test: lint ## lint, then the whole test suite; one file: make test ARGS=tests/test_vtrace.py
+	exec .venv/bin/python -m pytest $(ARGS)
+
+lint: dev-env ## what the linter says
+	.venv/bin/python -m ruff check .
+	.venv/bin/python -m ruff format --check .
+
+format: dev-env ## format, and mend what the linter can mend by itself
+	.venv/bin/python -m ruff format .
+	.venv/bin/python -m ruff check --fix .
+
+clean: ## remove the virtual environment and all caches
+	rm -rf .venv .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The virtual environment. A few milliseconds when nothing is to be done, so it is always asked for.
+env: REQUIREMENTS := requirements.txt
+dev-env: REQUIREMENTS := requirements-dev.txt
+env dev-env: export SETUP_SCRIPT = $(value SETUP)
+env dev-env:
+	@sh -euc "$$SETUP_SCRIPT" setup $(REQUIREMENTS) "$(strip $(PYTHON))"
+
+# Plain sh; make leaves it alone. The copies in .venv/.from say which requirements stand there; the
+# file .venv/.incomplete lies there while we work, so that nobody takes half an environment for one.
+define SETUP
+requirements=$1
+wanted=$2
+files=requirements.txt
+[ "$requirements" = requirements.txt ] || files="$files $requirements"
+fits='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))'
+version='import sys; print("%d.%d" % sys.version_info[:2])'
+
+fail() {
+  printf '%s\n' "$@" >&2
+  exit 1
+}
+
+# Sets $python to a fitting Python that can make environments; installs what Debian leaves out.
+find_python() {
+  set -- python3 python3.14 python3.13 python3.12 python3.11
+  if [ -n "$wanted" ]; then set -- "$wanted"; fi
+  python=
+  for candidate; do
+    "$candidate" -c "$fits" 2>/dev/null || continue
+    python=${python:-$candidate}
+    if "$candidate" -c 'import ensurepip' 2>/dev/null; then
+      python=$candidate
+      return
+    fi
+  done
+  if [ -z "$python" ]; then
+    tried=
+    for candidate; do
+      is=$("$candidate" --version 2>/dev/null) || is='not there'
+      tried="$tried, $candidate ($is)"
+    done
+    fail "No Python from 3.11 to 3.14 found. Tried: ${tried#, }." \
+      "Install one (on Debian 12, Ubuntu 24.04 or newer: apt-get install python3 python3-venv)," \
+      "or name one that you have: make test PYTHON=/path/to/python3.12"
+  fi
+
+  install="apt-get install -y python$("$python" -c "$version")-venv"
+  as_root=
+  if [ "$(id -u)" != 0 ]; then as_root='sudo -n'; fi
+  if ! command -v apt-get >/dev/null; then
+    fail "$python lacks the module ensurepip, which makes virtual environments: install it."
+  elif [ -n "$as_root" ] && ! $as_root true 2>/dev/null; then
+    fail "$python cannot make virtual environments yet. Run this, then the same make again:" \
+      "  sudo apt-get update && sudo $install"
+  fi
+  echo "$python cannot make virtual environments yet: $install"
+  $as_root apt-get update -q || true  # one unreachable source need not matter
+  $as_root env DEBIAN_FRONTEND=noninteractive $install || fail "That failed: $install"
+  "$python" -c 'import ensurepip' || fail "$python still cannot: choose another with PYTHON=..."
+}
+
+usable() {
+  [ ! -e .venv/.incomplete ] && .venv/bin/python -c "$fits" 2>/dev/null || return 1
+  [ -z "$wanted" ] || [ "$("$python" -c "$version")" = "$(.venv/bin/python -c "$version")" ]
+}
+
+if [ -n "$wanted" ]; then find_python; fi
+if usable; then
+  current=yes
+  for file in $files; do cmp -s "$file" ".venv/.from/$file" || current=; done
+  if [ -n "$current" ]; then exit 0; fi
+fi
+
+if ! usable || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+  find_python
+  if [ -e .venv ]; then echo 'The environment in .venv is not usable: making it anew.'; fi
+  echo "Making a virtual environment in .venv with $("$python" --version); this takes minutes, once."
+  rm -rf .venv
+  mkdir .venv
+  touch .venv/.incomplete
+  "$python" -m venv .venv
+fi
+touch .venv/.incomplete
+trap 'exit 130' INT  # pip's own status after Ctrl-C looks like a mere failure
+status=0
+.venv/bin/python -m pip install --disable-pip-version-check -r "$requirements" || status=$?
+if [ "$status" != 0 ]; then
+  # pip that gives up (no network, say) leaves whole packages behind; pip that is killed does not.
+  if [ "$status" -le 2 ]; then rm .venv/.incomplete; fi
+  fail "pip could not install $requirements: see above. The same make tries again."
+fi
+mkdir -p .venv/.from
+cp $files .venv/.from/
+rm .venv/.incomplete
+endef

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many agent steps a second does one core make on an Atari game?
+
+    python benchmarks/environments.py --repeats 5 --steps 3000
+
+Four ways to step the game, with the same random actions, one after the other and over again, in
+one process pinned to one core. A step is `--frame_skip` emulator frames. Seconds are CPU time of
+all threads, so that other programs on the machine disturb little. Ratios are medians of the ratios
+within a round. Prints Markdown.
+"""
+
+import argparse
+import datetime
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+import ale_py
+import cv2
+import gymnasium as gym
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import atari_wrappers  # noqa: E402
+
+NUM_VECTOR_ENVS = 8
+
+
+def time_emulator(flags, actions):
+    """Step the emulator alone; no frame is read from it."""
+    game = gym.make(flags.env, frameskip=1).unwrapped
+    game.reset(seed=flags.seed)
+    ale, action_set = game.ale, game.ale.getMinimalActionSet()
+    begin = time.process_time()
+    for action in actions:
+        for _ in range(flags.frame_skip):
+            ale.act(action_set[action])
+        if ale.game_over():
+            ale.reset_game()
+    return time.process_time() - begin
+
+
+def time_gymnasium(flags, actions):
+    env = gym.make(flags.env, frameskip=1)
+    env = gym.wrappers.AtariPreprocessing(env, frame_skip=flags.frame_skip, screen_size=84)
+    return time_env(gym.wrappers.FrameStackObservation(env, 4), flags, actions)
+
+
+def time_ours(flags, actions):
+    env = atari_wrappers.make_atari(flags.env, frame_skip=flags.frame_skip)
+    env = atari_wrappers.wrap_pytorch(atari_wrappers.wrap_deepmind(env))
+    return time_env(env, flags, actions)
+
+
+def time_env(env, flags, actions):
+    env.reset(seed=flags.seed)
+    begin = time.process_time()
+    for action in actions:
+        _, _, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            env.reset()
+    seconds = time.process_time() - begin
+    env.close()
+    return seconds
+
+
+def time_vector(flags, actions):
+    game = gym.spec(flags.env).kwargs["game"]
+    envs = ale_py.vector_env.AtariVectorEnv(
+        game,
+        NUM_VECTOR_ENVS,
+        num_threads=1,
+        frameskip=flags.frame_skip,
+        reward_clipping=False,
+    )
+    envs.reset(seed=flags.seed)
+    batches = np.array(actions[: len(actions) // NUM_VECTOR_ENVS * NUM_VECTOR_ENVS])
+    batches = batches.reshape(-1, NUM_VECTOR_ENVS)
+    begin = time.process_time()
+    for batch in batches:
+        envs.step(batch)
+    seconds = time.process_time() - begin
+    envs.close()
+    return seconds * len(actions) / batches.size
+
+
+WAYS = {
+    "a: emulator alone, no frames read": time_emulator,
+    "b: Gymnasium's AtariPreprocessing, FrameStackObservation": time_gymnasium,
+    "c: ours, whole pipeline": time_ours,
+    f"d: ale-py's AtariVectorEnv, {NUM_VECTOR_ENVS} games, one thread": time_vector,
+}
+
+
+def git_commit():
+    def git(*args):
+        command = ["git", "-C", str(ROOT), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = " with uncommitted changes" if git("status", "--porcelain") else ""
+    return (git("rev-parse", "--short", "--verify", "-q", "HEAD") or "none yet") + changed
+
+
+def cpu_name():
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--env", default="PongNoFrameskip-v4", help="a game of ale-py")
+    parser.add_argument("--frame_skip", type=int, default=4, help="frames an agent step")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of each way")
+    parser.add_argument("--steps", type=int, default=3000, help="agent steps a measurement")
+    parser.add_argument("--core", type=int, default=None, help="core to run on; else the last one")
+    parser.add_argument("--seed", type=int, default=1, help="of games and actions")
+    flags = parser.parse_args()
+
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores) if flags.core is None else flags.core})
+    cv2.setNumThreads(1)
+    gym.register_envs(ale_py)
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+    num_actions = gym.make(flags.env).action_space.n
+    actions = np.random.default_rng(flags.seed).integers(num_actions, size=flags.steps).tolist()
+
+    rates = {name: [] for name in WAYS}
+    for _ in range(flags.repeats):
+        for name, way in WAYS.items():  # interleaved, so that a slow minute slows all of them
+            rates[name].append(flags.steps / way(flags, actions))
+
+    emulator, gymnasium, *_ = rates.values()
+    versions = ", ".join(
+        f"{module.__name__} {module.__version__}" for module in (ale_py, gym, np, cv2)
+    )
+    print(f"- Machine: {cpu_name()}, {os.cpu_count()} cores, pinned to one; {platform.platform()}")
+    print(f"- Versions: Python {platform.python_version()}, {versions}")
+    print(f"- Commit: {git_commit()}; date: {datetime.date.today()}")
+    print(f"- Command: `python {' '.join(sys.argv)}`")
+    print(f"- {flags.env}, median of {flags.repeats} times {flags.steps} agent steps\n")
+    print("| way | agent steps per CPU second | lowest | highest | to a | to b |")
+    print("|---|---|---|---|---|---|")
+    for name, values in rates.items():
+        ratios = [
+            statistics.median(rate / base for rate, base in zip(values, bases, strict=True))
+            for bases in (emulator, gymnasium)
+        ]
+        print(
+            f"| {name} | {statistics.median(values):,.0f} | {min(values):,.0f} "
+            f"| {max(values):,.0f} | {ratios[0]:.2f} | {ratios[1]:.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

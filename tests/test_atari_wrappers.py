@@ -1,0 +1,473 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of atari_wrappers.py, checked against the plain pipeline on top of AtariEnv."""
+
+import argparse
+import collections
+
+import ale_py
+import cv2
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from atari_wrappers import (
+    EpisodicLife,
+    ResizeFrame,
+    add_flags,
+    create_atari,
+    make_atari,
+    wrap_deepmind,
+    wrap_pytorch,
+)
+
+PONG, BREAKOUT = "PongNoFrameskip-v4", "BreakoutNoFrameskip-v4"
+gym.register_envs(ale_py)
+
+
+class Reference:
+    """The same pipeline written the plain way: every frame is read, nothing is kept back."""
+
+    def __init__(self, env_id, noop_max=30, skip=4, max_pool=True, gray=True, stack=4, **kwargs):
+        obs_type = "grayscale" if gray else "rgb"
+        self.env = gym.make(env_id, obs_type=obs_type, frameskip=1, **kwargs)
+        self.noop_max, self.skip, self.pool = noop_max, skip, max_pool
+        self.frames = collections.deque(maxlen=stack)
+
+    def observe(self, frame):
+        frame = cv2.resize(frame, (84, 84), interpolation=cv2.INTER_AREA)
+        frame = frame[None] if frame.ndim == 2 else np.moveaxis(frame, -1, 0)
+        self.frames.append(frame)
+        while len(self.frames) < self.frames.maxlen:
+            self.frames.append(frame)
+        return np.concatenate(self.frames)
+
+    def reset(self, seed=None):
+        frame, _ = self.env.reset(seed=seed)
+        if self.noop_max:
+            for _ in range(self.env.unwrapped.np_random.integers(1, self.noop_max + 1)):
+                frame, *_ = self.env.step(0)
+        self.frames.clear()
+        return self.observe(frame)
+
+    def step(self, action):
+        frames, total = [], 0.0
+        for _ in range(self.skip):
+            frame, reward, terminated, truncated, _ = self.env.step(action)
+            frames.append(frame)
+            total += reward
+            if terminated or truncated:
+                break
+        pooled = frames[-2:] if self.pool and len(frames) == self.skip else frames[-1:]
+        return self.observe(np.max(pooled, axis=0)), total, terminated, truncated
+
+
+def pipeline(env_id, frame_size=84, frame_stack=4, episode_life=False, fire_reset=False, **kwargs):
+    env = make_atari(env_id, **kwargs)
+    return wrap_pytorch(wrap_deepmind(env, episode_life, fire_reset, frame_size, frame_stack))
+
+
+def assert_equal_to_reference(env, reference, steps, seed=7):
+    """Play both with the same random actions; return how many games ended and points were won."""
+    rng = np.random.default_rng(seed)
+    observation, _ = env.reset(seed=seed)
+    np.testing.assert_array_equal(observation, reference.reset(seed=seed))
+    ends, rewards = 0, 0.0
+    for _ in range(steps):
+        action = int(rng.integers(env.action_space.n))
+        observation, reward, terminated, truncated, _ = env.step(action)
+        expected = reference.step(action)
+        np.testing.assert_array_equal(observation, expected[0])
+        assert (reward, terminated, truncated) == expected[1:]
+        rewards += abs(reward)
+        if terminated or truncated:
+            ends += 1
+            np.testing.assert_array_equal(env.reset()[0], reference.reset())
+    return ends, rewards
+
+
+@pytest.mark.parametrize(
+    "env_id", [PONG, BREAKOUT, "PongNoFrameskip-v0", "ALE/Breakout-v5", "SpaceInvaders-v4"]
+)
+def test_frames_rewards_and_ends_equal_the_plain_pipeline(env_id):
+    _, rewards = assert_equal_to_reference(pipeline(env_id), Reference(env_id), 400)
+    assert rewards > 0  # else the test has seen little
+
+
+def test_equality_holds_over_several_whole_games():
+    ends, _ = assert_equal_to_reference(pipeline(BREAKOUT), Reference(BREAKOUT), 600)
+    assert ends >= 2
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain"),
+    [
+        ({"max_pool": False}, {"max_pool": False}),
+        ({"frame_skip": 1}, {"skip": 1}),
+        ({"frame_skip": 2}, {"skip": 2}),
+        ({"frame_skip": 3, "frame_stack": 2}, {"skip": 3, "stack": 2}),
+        ({"frame_stack": 1}, {"stack": 1}),
+        ({"grayscale": False}, {"gray": False}),
+        ({"noop_max": 0}, {"noop_max": 0}),
+        ({"sticky_actions": 0.5}, {"repeat_action_probability": 0.5}),
+        ({"full_action_space": True}, {"full_action_space": True}),
+    ],
+)
+def test_each_option_equals_the_plain_pipeline(ours, plain):
+    assert_equal_to_reference(pipeline(BREAKOUT, **ours), Reference(BREAKOUT, **plain), 150)
+
+
+@pytest.mark.parametrize("size", [84, 42, 80, 100])
+@pytest.mark.parametrize("height", [210, 250])
+def test_resizing_bands_equals_resizing_the_frame(size, height):
+    rng = np.random.default_rng(0)
+    env = gym.Env()
+    env.observation_space = gym.spaces.Box(0, 255, (height, 160), np.uint8)
+    wrapper = ResizeFrame(env, size)
+    frame = rng.integers(256, size=(height, 160), dtype=np.uint8)
+    for i in range(100):
+        expected = cv2.resize(frame, (size, size), interpolation=cv2.INTER_AREA)
+        np.testing.assert_array_equal(wrapper.observation(frame), expected)
+        frame = frame.copy()
+        top, rows = rng.integers(height), rng.integers(1, 20)
+        if i % 5:  # now and then nothing changes
+            frame[top : top + rows, 20:60] = rng.integers(
+                256, size=(len(frame[top : top + rows]), 40)
+            )
+
+
+def test_the_last_frame_is_observed_alone_when_a_game_ends_within_a_skip():
+    limits = [{"max_num_frames_per_episode": n} for n in (100, 101, 102, 103)]
+    for limit in limits:
+        env = pipeline(PONG, noop_max=0, max_episode_frames=100 + limits.index(limit))
+        reference = Reference(PONG, noop_max=0, **limit)
+        env.reset(seed=1), reference.reset(seed=1)
+        truncated = False
+        while not truncated:
+            observation, *_, truncated, _ = env.step(2)
+            expected = reference.step(2)
+            np.testing.assert_array_equal(observation, expected[0])
+            assert truncated == expected[-1]
+
+
+def test_frames_thrown_away_are_never_read():
+    env = make_atari(PONG)
+    env.reset(seed=1)
+    reads = []
+    read = env._read
+    env._read = lambda frame: (reads.append(env.unwrapped.ale.getFrameNumber()), read(frame))
+    begin = env.unwrapped.ale.getFrameNumber()
+    env.step(0)
+    assert [frame - begin for frame in reads] == [3, 4]
+
+
+def test_idle_frames_after_a_reset_are_1_to_noop_max():
+    env = make_atari(PONG, noop_max=3)
+    env.reset(seed=1)
+    counts = {env.reset()[1]["episode_frame_number"] for _ in range(30)}
+    assert counts == {1, 2, 3}
+    assert make_atari(PONG, noop_max=0).reset(seed=1)[1]["episode_frame_number"] == 0
+
+
+def play_until(env, end, action=2, limit=3000):
+    for _ in range(limit):
+        observation, reward, terminated, truncated, info = env.step(action)
+        if end(terminated, truncated, info):
+            return observation, reward, terminated, truncated, info
+    raise AssertionError("the game went on for too long")
+
+
+def test_a_lost_life_ends_the_episode_but_not_the_game():
+    env = pipeline(BREAKOUT, episode_life=True, fire_reset=True)
+    _, info = env.reset(seed=1)
+    assert info["lives"] == 5
+    for lives in (4, 3, 2, 1, 0):
+        frames = info["episode_frame_number"]
+        *_, terminated, truncated, info = play_until(env, lambda a, b, _: a or b)
+        assert (terminated, truncated, info["lives"]) == (True, False, lives)
+        assert info["game_over"] == (lives == 0)
+        assert info["episode_frame_number"] > frames
+        before = info["episode_frame_number"]
+        _, info = env.reset()
+        if lives:  # one idle step, FIRE and action 2
+            assert info["episode_frame_number"] == before + 3 * 4
+            assert info["lives"] == lives
+    assert info["lives"] == 5
+    assert info["episode_frame_number"] <= 30 + 2 * 4
+
+
+def test_game_over_is_set_on_every_step_with_episodic_life_and_on_none_without():
+    for episode_life in (True, False):
+        env = pipeline(BREAKOUT, episode_life=episode_life)
+        env.reset(seed=1)
+        for _ in range(5):
+            assert env.step(0)[-1].get("game_over") == (False if episode_life else None)
+
+
+def test_without_episodic_life_an_episode_is_a_whole_game():
+    env = pipeline(BREAKOUT, fire_reset=True)
+    env.reset(seed=1)
+    lives = set()
+    for _ in range(3000):
+        *_, terminated, _, info = env.step(1)
+        lives.add(info["lives"])
+        if terminated:
+            break
+    assert terminated and lives == {5, 4, 3, 2, 1, 0}
+
+
+def test_a_seed_begins_a_new_game_after_a_lost_life():
+    env = pipeline(BREAKOUT, episode_life=True, fire_reset=True)
+    first, _ = env.reset(seed=3)
+    play_until(env, lambda a, b, _: a or b)
+    again, info = env.reset(seed=3)
+    assert info["lives"] == 5
+    np.testing.assert_array_equal(first, again)
+
+
+class FakeGame(gym.Env):
+    """Plays back (lives, reward, terminated, truncated), one a step."""
+
+    def __init__(self, script):
+        self.script, self.resets = iter(script), 0
+
+    def reset(self, *, seed=None, options=None):
+        self.resets += 1
+        return 0, {"lives": 3}
+
+    def step(self, action):
+        lives, *rest = next(self.script)
+        return 0, *rest, {"lives": lives}
+
+
+def test_lives_shown_as_none_before_the_end_do_not_end_the_episode_twice():
+    env = EpisodicLife(FakeGame([(1, 0, False, False), (0, 0, False, False), (0, 0, True, False)]))
+    env.reset()
+    assert [env.step(0)[2] for _ in range(3)] == [True, False, True]
+
+
+def test_a_game_that_ends_in_the_idle_step_is_followed_by_a_new_one():
+    game = FakeGame([(2, 0, False, False), (2, 0, False, True), (3, 0, False, False)])
+    env = EpisodicLife(game)
+    env.reset()
+    assert env.step(0)[2]
+    _, info = env.reset()
+    assert game.resets == 2 and info["lives"] == 3
+    assert env.step(0)[2:4] == (False, False)
+
+
+def ball_is_in_play(env):
+    first = env.step(0)[0][-1]
+    frames = [env.step(0)[0][-1] for _ in range(8)]
+    return any(not np.array_equal(first, frame) for frame in frames)
+
+
+def test_fire_begins_the_game_and_begins_it_again_after_a_lost_life():
+    env = pipeline(BREAKOUT, episode_life=True, fire_reset=True)
+    env.reset(seed=1)
+    assert ball_is_in_play(env)
+    play_until(env, lambda a, b, _: a)
+    env.reset()
+    assert ball_is_in_play(env)
+    env = pipeline(BREAKOUT)
+    env.reset(seed=1)
+    assert not ball_is_in_play(env)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_fire_is_pressed_only_in_games_that_use_it(full):
+    _, info = pipeline(
+        "MsPacmanNoFrameskip-v4", fire_reset=True, noop_max=0, full_action_space=full
+    ).reset(seed=1)
+    assert info["episode_frame_number"] == 0
+    _, info = pipeline(BREAKOUT, fire_reset=True, noop_max=0, full_action_space=full).reset(seed=1)
+    assert info["episode_frame_number"] == 8
+
+
+@pytest.mark.parametrize("env_id", [PONG, "Pong-v4", "PongNoFrameskip-v0", "ALE/Pong-v5"])
+def test_every_kind_of_id_advances_frame_skip_frames_a_step(env_id):
+    env = make_atari(env_id, frame_skip=5)
+    _, info = env.reset(seed=1)
+    assert env.step(0)[-1]["episode_frame_number"] == info["episode_frame_number"] + 5
+
+
+@pytest.mark.parametrize(
+    ("env_id", "wish", "expected"),
+    [(PONG, None, 0), ("PongNoFrameskip-v0", None, 0.25), ("ALE/Pong-v5", None, 0.25),
+     ("Pong-v4", None, 0), (PONG, 0.25, 0.25), ("ALE/Pong-v5", 0.0, 0)],
+)  # fmt: skip
+def test_sticky_actions_are_the_ids_own_unless_given(env_id, wish, expected):
+    ale = make_atari(env_id, sticky_actions=wish).unwrapped.ale
+    assert ale.getFloat("repeat_action_probability") == expected
+
+
+def test_full_action_space_has_18_actions():
+    assert make_atari(BREAKOUT).action_space.n == 4
+    env = make_atari(BREAKOUT, full_action_space=True)
+    assert env.action_space.n == 18
+    env.reset(seed=1)
+    env.step(17)
+
+
+def trajectory(env, seed, steps=150):
+    rng = np.random.default_rng(0)
+    rows = [env.reset(seed=seed)[0]]
+    for _ in range(steps):
+        observation, reward, terminated, truncated, _ = env.step(rng.integers(env.action_space.n))
+        rows.append(observation)
+        if terminated or truncated:
+            rows.append(env.reset()[0])
+    return np.stack(rows)
+
+
+def test_a_seed_makes_idle_frames_sticky_actions_and_game_reproducible():
+    kwargs = {"episode_life": True, "fire_reset": True, "sticky_actions": 0.25}
+    env = pipeline(BREAKOUT, **kwargs)
+    first = trajectory(env, 5)
+    np.testing.assert_array_equal(first, trajectory(pipeline(BREAKOUT, **kwargs), 5))
+    np.testing.assert_array_equal(first, trajectory(env, 5))  # also in a used environment
+    other = trajectory(env, 6)
+    assert first.shape != other.shape or (first != other).any()
+
+
+def test_a_game_is_truncated_at_the_emulators_frame_limit():
+    assert make_atari(PONG).unwrapped.ale.getInt("max_num_frames_per_episode") == 108_000
+    env = pipeline(PONG, noop_max=0, max_episode_frames=50, episode_life=True)
+    env.reset(seed=1)
+    ends = [env.step(0)[2:] for _ in range(13)]
+    assert [(a, b, info["game_over"]) for a, b, info in ends[:-1]] == [(False, False, False)] * 12
+    assert ends[-1][:2] == (False, True)
+    assert ends[-1][2]["game_over"] and ends[-1][2]["episode_frame_number"] == 50
+    assert env.reset()[1]["episode_frame_number"] == 0
+
+
+@pytest.mark.parametrize("stage", ["make_atari", "wrap_deepmind", "one frame", "wrap_pytorch"])
+def test_observations_fit_their_space_and_are_not_changed_later(stage):
+    env = make_atari(PONG)
+    shape = (210, 160)
+    if stage != "make_atari":
+        env = wrap_deepmind(env, frame_stack=1 if stage == "one frame" else 4)
+        shape = (84, 84, 1 if stage == "one frame" else 4)
+    if stage == "wrap_pytorch":
+        env = wrap_pytorch(env)
+        shape = (4, 84, 84)
+    kept = [env.reset(seed=1)[0]]
+    copies = [kept[0].copy()]
+    for i in range(60):
+        kept.append(env.step(i % 6)[0])
+        copies.append(kept[-1].copy())
+    assert env.observation_space.shape == shape
+    for observation, copy in zip(kept, copies, strict=True):
+        assert env.observation_space.contains(observation)
+        np.testing.assert_array_equal(observation, copy)
+
+
+def test_changing_an_observation_does_not_change_later_ones():
+    env, untouched = pipeline(PONG), pipeline(PONG)
+    env.reset(seed=1)[0][:] = 0
+    untouched.reset(seed=1)
+    for _ in range(5):
+        observation = env.step(2)[0]
+        np.testing.assert_array_equal(observation, untouched.step(2)[0])
+        observation[:] = 0
+
+
+def test_wrap_pytorch_is_contiguous_without_a_copy_and_accepts_plain_frames():
+    env = wrap_deepmind(make_atari(PONG))
+    env.reset(seed=1)
+    observation = env.step(0)[0]
+    assert observation.transpose(2, 0, 1).flags.c_contiguous
+    for env, shape in [
+        (pipeline(PONG), (4, 84, 84)),
+        (pipeline(PONG, frame_stack=1), (1, 84, 84)),
+        (pipeline(PONG, grayscale=False), (12, 84, 84)),
+        (pipeline(PONG, frame_size=0), (4, 210, 160)),
+        (pipeline(PONG, frame_size=None, frame_stack=1, grayscale=False), (3, 210, 160)),
+        (wrap_pytorch(make_atari(PONG)), (1, 210, 160)),
+        (wrap_pytorch(make_atari(PONG, grayscale=False)), (3, 210, 160)),
+    ]:
+        for observation in (env.reset(seed=1)[0], env.step(0)[0]):
+            assert observation.shape == env.observation_space.shape == shape
+            assert observation.flags.c_contiguous and env.observation_space.contains(observation)
+
+
+@pytest.mark.parametrize("action", [-1, 6, 1.0, "2", None, np.array([1, 2])])
+def test_a_wrong_action_is_refused(action):
+    env = make_atari(PONG)
+    env.reset(seed=1)
+    with pytest.raises(ValueError, match="integer from 0 to 5"):
+        env.step(action)
+
+
+@pytest.mark.parametrize("action", [3, np.int64(3), np.array(3), np.uint8(3)])
+def test_any_integer_is_an_action(action):
+    env = make_atari(PONG)
+    env.reset(seed=1)
+    assert len(env.step(action)) == 5
+
+
+def test_a_step_before_the_first_reset_is_refused():
+    with pytest.raises(gym.error.ResetNeeded):
+        pipeline(PONG).step(0)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "words"),
+    [
+        ("CartPole-v1", "not a game of ale-py"),
+        ("PingNoFrameskip-v4", "Pong"),
+        ("PongNoFrameskip-v9", "v4"),
+        ("NoSuchNamespace/Pong-v5", "NoSuchNamespace"),
+        ("not an id", "PongNoFrameskip-v4"),
+    ],
+)
+def test_a_wrong_id_is_refused_and_the_message_helps(env_id, words):
+    with pytest.raises(ValueError, match=words):
+        make_atari(env_id)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"noop_max": -1}, {"frame_skip": 0}, {"frame_size": -1}, {"frame_stack": 0},
+     {"sticky_actions": 1.5}],
+)  # fmt: skip
+def test_a_wrong_option_is_refused_by_name(kwargs):
+    with pytest.raises(ValueError, match=next(iter(kwargs))):
+        pipeline(PONG, **kwargs)
+
+
+def parse(*args):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--env", default=BREAKOUT)
+    add_flags(parser)
+    return parser.parse_args(args)
+
+
+def test_flags_default_to_the_classic_preprocessing():
+    assert vars(parse()) == {
+        "env": BREAKOUT, "noop_max": 30, "frame_skip": 4, "max_pool": True, "episodic_life": True,
+        "fire_reset": True, "grayscale": True, "frame_size": 84, "frame_stack": 4,
+        "sticky_actions": None, "full_action_space": False,
+    }  # fmt: skip
+    ours = pipeline(BREAKOUT, episode_life=True, fire_reset=True)
+    np.testing.assert_array_equal(trajectory(create_atari(parse()), 1), trajectory(ours, 1))
+
+
+def test_flags_reach_the_wrappers():
+    args = "--noop_max 0 --frame_skip 3 --no_episodic_life --no_fire_reset --color --frame_size 42"
+    args += " --frame_stack 2 --sticky_actions 0.5 --full_action_space --no_max_pool"
+    env = create_atari(parse(*args.split()))
+    ale = env.unwrapped.ale
+    assert env.action_space.n == 18
+    assert ale.getFloat("repeat_action_probability") == 0.5
+    observation, info = env.reset(seed=1)
+    assert observation.shape == (6, 42, 42) and info["episode_frame_number"] == 0
+    info = env.step(0)[-1]
+    assert info["episode_frame_number"] == 3 and "game_over" not in info
+    assert not env.get_wrapper_attr("max_pool")
+
+
+def test_render_returns_the_screen():
+    env = create_atari(parse(), render_mode="rgb_array")
+    env.reset(seed=1)
+    env.step(0)
+    assert env.render().shape == (210, 160, 3)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What environment.py promises about the rows of a rollout."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from catch import Catch, Counter, Failing
+
+from environment import EnvError, Environments, map_nest
+
+
+def rows_of(environments, num_steps, actions=None):
+    """Return copies of the first row and of those after `num_steps` steps."""
+    N = len(environments.envs)
+    rows = [map_nest(np.copy, environments.initial())]
+    for t in range(num_steps):
+        action = np.full(N, t % 3) if actions is None else actions[t]
+        rows.append(map_nest(np.copy, environments.step(action)))
+    return rows
+
+
+def column(rows, key, i=0):
+    return [row[key][i].tolist() for row in rows]
+
+
+def test_first_row_begins_an_episode():
+    (row,) = rows_of(Environments(Counter, 2, 0), 0)
+    assert row["done"].all() and row["game_done"].all()
+    for key in ("reward", "truncated", "terminated", "episode_return", "last_action"):
+        assert not row[key].any(), key
+
+
+def test_terminated_episode_resets_in_the_same_row():
+    rows = rows_of(Environments(lambda: Counter(length=3), 1, 0), 7)
+    assert column(rows, "frame") == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1]]
+    assert column(rows, "reward") == [0, 1, 2, 3, 1, 2, 3, 1]
+    assert column(rows, "done") == [True, False, False, True, False, False, True, False]
+    assert column(rows, "episode_return") == [0, 1, 3, 6, 1, 3, 6, 1]
+    assert column(rows, "episode_step") == [0, 1, 2, 3, 1, 2, 3, 1]
+    assert column(rows, "last_action") == [0, 0, 1, 2, 0, 1, 2, 0]
+    assert not any(column(rows, "truncated") + column(rows, "terminated"))
+
+
+def test_truncated_episode_takes_an_extra_row():
+    environments = Environments(lambda: Counter(length=3, truncates=True), 1, 0)
+    rows = rows_of(environments, 9)
+    assert column(rows, "frame")[:6] == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1]]
+    assert column(rows, "reward")[:6] == [0, 1, 2, 3, 0, 1]
+    assert column(rows, "done")[:6] == [True, False, False, False, True, False]
+    assert column(rows, "truncated")[:6] == [False, False, False, True, False, False]
+    # Final in the row of the reset, which adds nothing.
+    assert column(rows, "episode_return")[:6] == [0, 1, 3, 6, 6, 1]
+    assert column(rows, "episode_step")[:6] == [0, 1, 2, 3, 3, 1]
+    # The action given in the extra row is not taken; last_action stays the last real one.
+    assert environments.envs[0].actions == [0, 1, 2, 1, 2, 0, 2]
+    assert column(rows, "last_action")[:6] == [0, 0, 1, 2, 2, 1]
+
+
+def test_an_end_of_both_kinds_is_a_termination():
+    class Both(Counter):
+        def step(self, action):
+            observation, reward, terminated, truncated, info = super().step(action)
+            return observation, reward, terminated or truncated, terminated or truncated, info
+
+    rows = rows_of(Environments(lambda: Both(length=2), 1, 0), 4)
+    assert column(rows, "done") == [True, False, True, False, True]
+    assert not any(column(rows, "truncated"))
+
+
+def test_episode_returns_stay_exact_over_a_million_small_rewards():
+    class Small(Counter):
+        def step(self, action):
+            return (*super().step(action)[:1], 0.1, False, False, {})
+
+    environments = Environments(Small, 1, 0)
+    environments.initial()
+    action = np.zeros(1, np.int64)
+    for _ in range(200_000):
+        row = environments.step(action)
+    assert row["episode_return"][0] == np.float32(20_000)  # float32 sums would be off by hundreds
+
+
+@pytest.mark.parametrize("truncates", [False, True])
+def test_whole_games_are_added_up_over_lives(truncates):
+    class Lives(Counter):
+        """Three episodes make a game."""
+
+        def step(self, action):
+            observation, reward, terminated, truncated, info = super().step(action)
+            info["game_over"] = (terminated or truncated) and self.episode % 3 == 2
+            return observation, reward, terminated, truncated, info
+
+    rows = rows_of(Environments(lambda: Lives(length=2, truncates=truncates), 1, 0), 19)
+    done = [row for row in rows[1:] if row["done"][0]]
+    assert [row["episode_return"][0] for row in done] == [3] * len(done)
+    assert column(done, "game_done")[:6] == [False, False, True, False, False, True]
+    assert column(done, "game_return")[:6] == [3, 6, 9, 3, 6, 9]
+    assert column(done, "game_step")[:6] == [2, 4, 6, 2, 4, 6]
+    assert not any(row["game_done"][0] for row in rows[1:] if not row["done"][0])
+
+
+def test_environments_are_independent_columns():
+    lengths = iter([2, 3, 5])
+    rows = rows_of(Environments(lambda: Counter(length=next(lengths)), 3, 0), 30)
+    for i, length in enumerate((2, 3, 5)):
+        assert [t for t, d in enumerate(column(rows, "done", i)) if d] == list(
+            range(0, 31, length)
+        )
+
+
+def test_nested_observations_and_scalars():
+    class Nested(Counter):
+        def __init__(self):
+            super().__init__(length=2)
+            inner = self.observation_space
+            self.observation_space = gym.spaces.Dict(
+                count=inner, pair=gym.spaces.Tuple((gym.spaces.Discrete(9), inner))
+            )
+
+        def _observation(self):
+            inner = np.array([self.episode, self.step_count], np.float32)
+            return {"count": inner, "pair": (self.step_count, inner)}
+
+    rows = rows_of(Environments(Nested, 2, 0), 3)
+    assert rows[1]["frame"]["count"].shape == (2, 2)
+    assert [row["frame"]["pair"][0].tolist() for row in rows] == [[0, 0], [1, 1], [0, 0], [1, 1]]
+    assert rows[0]["frame"]["pair"][0].dtype == np.int64
+
+
+def test_discrete_actions_may_start_elsewhere():
+    class Shifted(Counter):
+        def __init__(self):
+            super().__init__()
+            self.action_space = gym.spaces.Discrete(3, start=-1)
+
+    environments = Environments(Shifted, 1, 0)
+    rows_of(environments, 3)
+    assert environments.envs[0].actions == [-1, 0, 1]
+    assert environments.row["last_action"][0] == 2
+
+
+def test_seeds_reach_every_environment_and_differ():
+    def balls(seed):
+        rows = rows_of(Environments(lambda: Catch(columns=100), 8, seed), 40)
+        return np.stack([row["frame"] for row in rows])
+
+    first = balls([7, 1])
+    np.testing.assert_array_equal(first, balls([7, 1]))
+    assert (first != balls([7, 2])).any()
+    assert len({first[0, i].tobytes() for i in range(8)}) > 4
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "raised ValueError: the game is broken"),
+        ("nan", "the reward is nan"),
+        ("shape", r"observation is uint8\[1, 9, 5\], its space says uint8\[1, 10, 5\]"),
+        ("dtype", r"observation is float32\[1, 10, 5\], its space says uint8"),
+    ],
+)
+def test_a_broken_environment_is_named_with_its_step(how, message):
+    steps = iter([25, 99])
+    environments = Environments(lambda: Failing(how, next(steps)), 2, 0, name="actor 3")
+    with pytest.raises(EnvError, match=rf"actor 3: environment 0 .*, step 25: .*{message}"):
+        rows_of(environments, 30)
+
+
+def test_a_failing_reset_and_a_failing_constructor_are_named():
+    class NoReset(Catch):
+        def reset(self, **_):
+            raise OSError("no such level")
+
+    with pytest.raises(EnvError, match="environment 0 .*, step 0: reset.* OSError: no such level"):
+        Environments(NoReset, 1, 0).initial()
+
+    def create():
+        raise ImportError("no such game")
+
+    with pytest.raises(EnvError, match="cannot create environment 0: ImportError: no such game"):
+        Environments(create, 1, 0)
+
+
+def test_a_wrong_nest_is_refused():
+    class Missing(Catch):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = gym.spaces.Dict(board=self.observation_space)
+
+        def _board(self):
+            return {"bord": np.zeros((1, 10, 5), np.uint8)}
+
+    with pytest.raises(EnvError, match=r"should be a dict with the keys \['board'\]"):
+        Environments(Missing, 1, 0).initial()
+
+
+def test_unsupported_and_unlike_spaces_are_refused():
+    class Continuous(Catch):
+        def __init__(self):
+            super().__init__()
+            self.action_space = gym.spaces.Box(-1, 1, (2,))
+
+    with pytest.raises(EnvError, match="only Discrete"):
+        Environments(Continuous, 1, 0)
+
+    class Words(Catch):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = gym.spaces.Text(5)
+
+    with pytest.raises(EnvError, match="Text.*wrap the environment"):
+        Environments(Words, 1, 0)
+
+    columns = iter([5, 6])
+    with pytest.raises(EnvError, match="environment 1 has the spaces"):
+        Environments(lambda: Catch(columns=next(columns)), 2, 0)
+
+
+def test_close_closes_every_environment_also_after_a_failure():
+    closed = []
+
+    class Closing(Catch):
+        def __init__(self, columns):
+            super().__init__(columns=columns)
+
+        def close(self):
+            closed.append(self.columns)
+
+    columns = iter([5, 6])
+    with pytest.raises(EnvError):
+        Environments(lambda: Closing(next(columns)), 2, 0)
+    assert closed == [5, 6]

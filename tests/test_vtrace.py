@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""V-trace against the paper's definition, and what the mask promises at a time limit."""
+
+import numpy as np
+import pytest
+import torch
+
+import vtrace
+
+KEYS = ("log_rhos", "discounts", "rewards", "values", "bootstrap_value")
+
+
+def random_case(seed, shape, masked=False):
+    """Return arguments in float64, [T, B, ...], with some discounts 0; mask only where asked."""
+    rng = np.random.default_rng(seed)
+    case = {
+        "log_rhos": rng.normal(scale=1.5, size=shape),
+        "discounts": rng.uniform(0.5, 1.0, size=shape) * (rng.random(shape) > 0.2),
+        "rewards": rng.normal(size=shape),
+        "values": rng.normal(scale=3.0, size=shape),
+        "bootstrap_value": rng.normal(scale=3.0, size=shape[1:]),
+    }
+    if masked:
+        case["mask"] = rng.random(shape) > 0.25
+    return case
+
+
+def compute(case, **kwargs):
+    tensors = {key: torch.from_numpy(np.asarray(value)) for key, value in case.items()}
+    return vtrace.from_importance_weights(**tensors, **kwargs)
+
+
+def naive_vtrace(case, clip_rho_threshold=1.0, clip_pg_rho_threshold=1.0):
+    """The paper's explicit sum of products, term by term; no recursion."""
+    log_rhos, discounts, rewards, values, bootstrap_value = (case[key] for key in KEYS)
+    mask = case.get("mask", np.ones(values.shape, dtype=bool)).astype(float)
+    unroll_length = len(values)
+    rhos = np.exp(log_rhos)
+    rho_bar = np.inf if clip_rho_threshold is None else clip_rho_threshold
+    pg_rho_bar = np.inf if clip_pg_rho_threshold is None else clip_pg_rho_threshold
+    v = np.concatenate([values, bootstrap_value[None]])
+
+    vs = np.array(v)
+    for s in range(unroll_length):
+        for t in range(s, unroll_length):
+            weight = np.ones_like(bootstrap_value)
+            for i in range(s, t):
+                weight = weight * discounts[i] * np.minimum(1.0, rhos[i]) * mask[i]
+            delta = np.minimum(rho_bar, rhos[t]) * (rewards[t] + discounts[t] * v[t + 1] - v[t])
+            vs[s] = vs[s] + weight * mask[t] * delta
+
+    pg_advantages = np.zeros_like(values)
+    for t in range(unroll_length):
+        advantage = rewards[t] + discounts[t] * vs[t + 1] - v[t]
+        pg_advantages[t] = mask[t] * np.minimum(pg_rho_bar, rhos[t]) * advantage
+    return vs[:-1], pg_advantages
+
+
+def assert_matches_naive(case, **clips):
+    vs, pg_advantages = compute(case, **clips)
+    naive_vs, naive_pg_advantages = naive_vtrace(case, **clips)
+    assert vs.dtype == pg_advantages.dtype == torch.float64
+    np.testing.assert_allclose(vs.numpy(), naive_vs, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(pg_advantages.numpy(), naive_pg_advantages, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("clip_pg_rho_threshold", [None, 0.9, 2.2])
+@pytest.mark.parametrize("clip_rho_threshold", [None, 0.6, 1.0, 3.7])
+def test_matches_the_definition_for_every_clip_threshold(
+    clip_rho_threshold, clip_pg_rho_threshold, masked
+):
+    for seed in range(5):
+        assert_matches_naive(
+            random_case(seed, (7, 4), masked),
+            clip_rho_threshold=clip_rho_threshold,
+            clip_pg_rho_threshold=clip_pg_rho_threshold,
+        )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (2, 3), (20, 4), (6,), (5, 3, 2), (4, 2, 3, 2)])
+def test_matches_the_definition_for_every_shape(shape, masked):
+    for seed in range(3):
+        assert_matches_naive(random_case(seed, shape, masked))
+
+
+def test_default_thresholds_are_one():
+    case = random_case(0, (6, 3))
+    defaults = compute(case)
+    ones = compute(case, clip_rho_threshold=1.0, clip_pg_rho_threshold=1.0)
+    for got, wanted in zip(defaults, ones, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_clip_thresholds_change_the_result():
+    case = random_case(0, (6, 3))
+    clipped, free = compute(case), compute(case, clip_rho_threshold=None)
+    assert not torch.allclose(clipped.vs, free.vs)
+    free_pg = compute(case, clip_pg_rho_threshold=None)
+    assert torch.equal(clipped.vs, free_pg.vs)
+    assert not torch.allclose(clipped.pg_advantages, free_pg.pg_advantages)
+
+
+def test_on_policy_targets_are_discounted_returns():
+    case = random_case(3, (8, 2))
+    case["log_rhos"] = np.zeros((8, 2))
+    returns, expected = case["bootstrap_value"], []
+    for t in reversed(range(8)):
+        returns = case["rewards"][t] + case["discounts"][t] * returns
+        expected.insert(0, returns)
+    np.testing.assert_allclose(compute(case).vs.numpy(), np.stack(expected), rtol=0, atol=1e-12)
+
+
+def test_all_true_mask_is_no_mask():
+    case = random_case(1, (9, 4))
+    masked = compute({**case, "mask": np.ones((9, 4), dtype=bool)})
+    for got, wanted in zip(masked, compute(case), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_from_logits_equals_log_softmax_in_numpy():
+    rng = np.random.default_rng(7)
+    behavior = rng.normal(scale=4.0, size=(6, 3, 2, 5))  # [T, B, extra, A]
+    target = rng.normal(scale=4.0, size=(6, 3, 2, 5))
+    actions = rng.integers(5, size=(6, 3, 2))
+
+    def log_prob(logits):
+        log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        return np.take_along_axis(log_probs, actions[..., None], -1)[..., 0]
+
+    case = random_case(7, (6, 3, 2), masked=True)
+    case["log_rhos"] = log_prob(target) - log_prob(behavior)
+    clips = {"clip_rho_threshold": 2.0, "clip_pg_rho_threshold": None}
+    returns = vtrace.from_logits(
+        torch.from_numpy(behavior),
+        torch.from_numpy(target),
+        torch.from_numpy(actions),
+        **{key: torch.from_numpy(case[key]) for key in (*KEYS[1:], "mask")},
+        **clips,
+    )
+    vs, pg_advantages = naive_vtrace(case, **clips)
+    expected = {
+        "vs": vs,
+        "pg_advantages": pg_advantages,
+        "log_rhos": case["log_rhos"],
+        "behavior_action_log_probs": log_prob(behavior),
+        "target_action_log_probs": log_prob(target),
+    }
+    assert returns._fields == tuple(expected)
+    for name, wanted in expected.items():
+        np.testing.assert_allclose(getattr(returns, name).numpy(), wanted, rtol=0, atol=1e-8)
+
+
+def test_action_log_probs_survive_huge_logits():
+    logits = torch.tensor([[[1e4, -1e4, 0.0]]])  # [T, B, A]
+    log_probs = [vtrace.action_log_probs(logits, torch.tensor([[a]])).item() for a in range(3)]
+    assert log_probs == [0.0, -2e4, -1e4]
+
+
+def test_no_gradient_flows_through_the_targets():
+    logits = torch.randn(5, 3, 4, requires_grad=True)
+    values = torch.randn(5, 3, requires_grad=True)
+    bootstrap_value = torch.randn(3, requires_grad=True)
+    rest = {"discounts": torch.full((5, 3), 0.9), "rewards": torch.randn(5, 3)}
+    returns = vtrace.from_logits(
+        torch.randn(5, 3, 4),
+        logits,
+        torch.zeros(5, 3, dtype=torch.long),
+        values=values,
+        bootstrap_value=bootstrap_value,
+        **rest,
+    )
+    log_rhos = torch.zeros(5, 3, requires_grad=True)
+    direct = vtrace.from_importance_weights(
+        log_rhos, values=values, bootstrap_value=bootstrap_value, **rest
+    )
+    assert not any(tensor.requires_grad for tensor in (*returns, *direct))
+    # The function that a policy gradient is built on does carry one.
+    assert vtrace.action_log_probs(logits, torch.zeros(5, 3, dtype=torch.long)).requires_grad
+
+
+def test_inputs_are_left_as_they_were():
+    case = {k: torch.from_numpy(v) for k, v in random_case(2, (6, 3), masked=True).items()}
+    before = {key: tensor.clone() for key, tensor in case.items()}
+    vtrace.from_importance_weights(**case)
+    assert all(torch.equal(case[key], before[key]) for key in case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_keeps_the_dtype(dtype):
+    case = {k: torch.from_numpy(v) for k, v in random_case(2, (6, 3), masked=True).items()}
+    case.update({key: case[key].to(dtype) for key in KEYS})
+    assert {tensor.dtype for tensor in vtrace.from_importance_weights(**case)} == {dtype}
+
+
+@pytest.mark.parametrize("key", [*KEYS, "mask"])
+def test_wrong_shape_is_refused_by_name(key):
+    case = random_case(0, (4, 3), masked=True)
+    case[key] = case[key][..., None]
+    with pytest.raises(ValueError, match=r"\[4, 3, 1\]|\[3, 1\]") as error:
+        compute(case)
+    assert key in str(error.value)
+
+
+# A time limit cuts an episode: row 2 holds its true last observation, row 3 the first one of the
+# next episode, so transition 2 (row 2 to row 3) is none. On policy, all numbers by hand.
+TIME_LIMIT = {
+    "log_rhos": np.zeros((4, 1)),
+    "discounts": np.array([[0.5], [0.5], [0.0], [0.5]]),
+    "rewards": np.array([[1.0], [2.0], [0.0], [3.0]]),
+    "values": np.array([[1.0], [2.0], [4.0], [8.0]]),
+    "bootstrap_value": np.array([16.0]),
+    "mask": np.array([[True], [True], [False], [True]]),
+}
+
+
+def test_time_limit_bootstraps_from_the_true_last_observation():
+    vs, pg_advantages = compute(TIME_LIMIT)
+    # vs[3] = 3 + 0.5 * 16; vs[2] = values[2]; vs[1] = 2 + 0.5 * 4; vs[0] = 1 + 0.5 * 4.
+    assert vs.flatten().tolist() == [3.0, 4.0, 4.0, 11.0]
+    assert pg_advantages.flatten().tolist() == [3.0 - 1.0, 4.0 - 2.0, 0.0, 11.0 - 8.0]
+
+
+def test_wrong_bootstraps_at_a_time_limit_would_show():
+    right = compute(TIME_LIMIT)
+    without_row_2 = {key: np.delete(TIME_LIMIT[key], 2, axis=0) for key in KEYS[:4]}
+    without_row_2["bootstrap_value"] = TIME_LIMIT["bootstrap_value"]
+    terminal = {**without_row_2, "discounts": np.array([[0.5], [0.0], [0.5]])}
+    forgotten_mask = {**TIME_LIMIT, "mask": np.ones((4, 1), dtype=bool)}
+    wrong = {
+        # vs[1] = 2 and vs[0] = 1 + 0.5 * 2
+        "treated as terminal": (terminal, [2.0, 2.0]),
+        # vs[1] = 2 + 0.5 * 11, the next episode's return, and vs[0] = 1 + 0.5 * 7.5
+        "bootstrapped from the reset row": (without_row_2, [4.75, 7.5]),
+        # row 2 taken for a state worth 0
+        "reset step trained on": (forgotten_mask, [2.0, 2.0]),
+    }
+    for name, (case, expected) in wrong.items():
+        vs, pg_advantages = compute(case)
+        assert vs[:2].flatten().tolist() == expected, name
+        for t in (0, 1):
+            assert vs[t] != right.vs[t], name
+            assert pg_advantages[t] != right.pg_advantages[t], name
+
+
+@pytest.mark.parametrize("limit", range(6))
+def test_time_limit_equals_two_rollouts_cut_there(limit):
+    case = random_case(11, (6, 3))
+    mask = np.ones((6, 3), dtype=bool)
+    mask[limit] = False
+    clips = {"clip_rho_threshold": None, "clip_pg_rho_threshold": 2.0}
+    whole = compute({**case, "mask": mask}, **clips)
+    parts = [
+        (slice(0, limit), case["values"][limit]),
+        (slice(limit + 1, 6), case["bootstrap_value"]),
+    ]
+    for steps, bootstrap_value in parts:
+        part = {key: case[key][steps] for key in KEYS[:4]}
+        if len(part["values"]) > 0:
+            alone = compute({**part, "bootstrap_value": bootstrap_value}, **clips)
+            torch.testing.assert_close(whole.vs[steps], alone.vs)
+            torch.testing.assert_close(whole.pg_advantages[steps], alone.pg_advantages)
+    assert torch.equal(whole.vs[limit], torch.from_numpy(case["values"][limit]))
+    assert not whole.pg_advantages[limit].any()
+
+
+def test_value_of_the_reset_row_is_not_felt_before_it():
+    # Discount 0.5 into the reset row, so that only the mask can keep its value out.
+    case = {**TIME_LIMIT, "discounts": np.full((4, 1), 0.5)}
+    for got, wanted in zip(compute(case), compute(TIME_LIMIT), strict=True):
+        assert torch.equal(got, wanted)
+    perturbed = compute({**case, "values": case["values"] + [[0], [0], [0], [100]]})
+    for got, wanted in zip(perturbed, compute(case), strict=True):
+        assert torch.equal(got[:3], wanted[:3])
+
+
+def test_last_reward_before_a_time_limit_is_felt():
+    case = {**TIME_LIMIT, "rewards": TIME_LIMIT["rewards"] + [[0], [100], [0], [0]]}
+    for got, wanted in zip(compute(case), compute(TIME_LIMIT), strict=True):
+        assert (got[:2] != wanted[:2]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("key", ["log_rhos", "discounts", "rewards"])
+def test_nan_at_a_masked_place_does_not_pass(key, bad):
+    case = {**TIME_LIMIT, key: np.where(TIME_LIMIT["mask"], TIME_LIMIT[key], bad)}
+    for got, wanted in zip(compute(case), compute(TIME_LIMIT), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("key", KEYS)
+def test_nan_behind_a_masked_place_does_not_pass(key, bad):
+    case = {**TIME_LIMIT, key: TIME_LIMIT[key].copy()}
+    case[key][-1] = bad
+    clips = {"clip_rho_threshold": None, "clip_pg_rho_threshold": None}
+    for got, wanted in zip(compute(case, **clips), compute(TIME_LIMIT, **clips), strict=True):
+        assert torch.equal(got[:3], wanted[:3])
+
+
+def test_mask_of_one_environment_leaves_the_others_alone():
+    case = random_case(5, (6, 3))
+    mask = np.ones((6, 3), dtype=bool)
+    mask[3, 1] = False
+    case["rewards"][3, 1] = np.nan
+    masked, free = compute({**case, "mask": mask}), compute(case)
+    for got, wanted in zip(masked, free, strict=True):
+        assert torch.equal(got[:, [0, 2]], wanted[:, [0, 2]])
+        assert got.isfinite().all()
