@@ -271,7 +271,8 @@ def keep_freed_memory():
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+    mallopt(M_ARENA_MAX, 1)  # the arenas of other threads could not hold such blocks
     mallopt(M_MMAP_THRESHOLD, 2**30)
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 

@@ -71,9 +71,9 @@ training = parser.add_argument_group("training")
 training.add_argument("--total_steps", default=5_000_000, type=int,
                       help="Agent steps to learn from.")
 training.add_argument("--num_actors", default=2, type=int, help="Actor processes.")
-training.add_argument("--envs_per_actor", default=16, type=int,
+training.add_argument("--envs_per_actor", default=8, type=int,
                       help="Environments that an actor steps with one batched forward pass.")
-training.add_argument("--batch_size", default=32, type=int, help="Rollouts in a batch.")
+training.add_argument("--batch_size", default=8, type=int, help="Rollouts in a batch.")
 training.add_argument("--unroll_length", default=20, type=int, help="Steps in a rollout.")
 training.add_argument("--num_buffers", type=int, help="Rollouts held in shared memory. "
                       "By default num_actors * envs_per_actor + 2 * batch_size.")
@@ -128,11 +128,11 @@ class Net(nn.Module):
         self.num_actions = num_actions
         self.conv = nn.Sequential(
             nn.Conv2d(shape[0], 32, kernel_size=8, stride=4),
-            nn.ReLU(),
+            nn.ReLU(inplace=True),
             nn.Conv2d(32, 64, kernel_size=4, stride=2),
-            nn.ReLU(),
+            nn.ReLU(inplace=True),
             nn.Conv2d(64, 64, kernel_size=3, stride=1),
-            nn.ReLU(),
+            nn.ReLU(inplace=True),
         )
         with torch.no_grad():
             num_features = self.conv(torch.zeros(1, *shape)).numel()
@@ -165,7 +165,7 @@ class Net(nn.Module):
         T, B = inputs["reward"].shape
         x = inputs["frame"].flatten(0, 1)  # [T * B, C, H, W]
         x = x.contiguous(memory_format=torch.channels_last).float().div_(255)
-        x = self.conv(x)
+        x = self.conv(x).permute(0, 2, 3, 1)  # as it lies in memory: no copy, and none backward
         x = F.relu(self.fc(x.flatten(1)))
         last_action = F.one_hot(inputs["last_action"].flatten(), self.num_actions).float()
         reward = inputs["reward"].clamp(-1, 1).view(T * B, 1)
@@ -310,6 +310,7 @@ def act(flags, actor, seed, pipe, buffers, weights):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, experiment.STOP_SIGNALS)
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    os.nice(10)  # the learner first; actors take what is left of the cores
     N, T = flags.envs_per_actor, flags.unroll_length
     environments = None
     try:
@@ -581,9 +582,7 @@ def train(flags):
     experiment.keep_freed_memory()
     experiment.seed_generators([flags.seed, 0])
     T, B = flags.unroll_length, flags.batch_size
-    device = torch.device(
-        "cuda" if torch.cuda.is_available() and not flags.disable_cuda else "cpu"
-    )
+    device = torch.device("cuda" if torch.cuda.is_available() and not flags.disable_cuda else "cpu")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - flags.num_actors))
 
     # One environment and one answer of the model show that they work together, and all shapes.

@@ -103,9 +103,7 @@ def test_environments_are_independent_columns():
     lengths = iter([2, 3, 5])
     rows = rows_of(Environments(lambda: Counter(length=next(lengths)), 3, 0), 30)
     for i, length in enumerate((2, 3, 5)):
-        assert [t for t, d in enumerate(column(rows, "done", i)) if d] == list(
-            range(0, 31, length)
-        )
+        assert [t for t, d in enumerate(column(rows, "done", i)) if d] == list(range(0, 31, length))
 
 
 def test_nested_observations_and_scalars():
