@@ -599,6 +599,13 @@ def train(flags):
         model.parameters(), lr=flags.learning_rate, momentum=flags.momentum, eps=flags.epsilon,
         alpha=flags.alpha,
     )  # fmt: skip
+    # The running mean of squares begins at 1, as in TensorFlow, where the paper's step sizes were
+    # found. Begun at 0, the first steps are ten times as long, and the ReLUs die of them.
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # with no gradient, only to have its state created
+    for state in optimizer.state.values():
+        state["square_avg"].fill_(1)
     stats = {"step": 0, "episode_returns": [], "game_returns": []}
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda _: 1 - min(stats["step"], flags.total_steps) / flags.total_steps

@@ -98,22 +98,26 @@ WAYS = {
 }
 
 
-def git_commit():
+def print_header(*modules):
+    """Print machine, versions, commit, date and command, as every result must tell."""
+
     def git(*args):
         command = ["git", "-C", str(ROOT), *args]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
-    changed = " with uncommitted changes" if git("status", "--porcelain") else ""
-    return (git("rev-parse", "--short", "--verify", "-q", "HEAD") or "none yet") + changed
-
-
-def cpu_name():
-    try:
+    names = [platform.processor() or platform.machine()]
+    if pathlib.Path("/proc/cpuinfo").exists():
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+        names = [line.split(":")[1].strip() for line in lines if "model name" in line] or names
+    cores = len(os.sched_getaffinity(0))
+    changed = " with uncommitted changes" if git("status", "--porcelain", "-uno") else ""
+    versions = ", ".join(f"{module.__name__} {module.__version__}" for module in modules)
+    print(f"- Machine: {names[0]}, {cores} cores; {platform.platform()}")
+    print(f"- Versions: Python {platform.python_version()}, {versions}")
+    print(
+        f"- Commit: {git('rev-parse', '--short', 'HEAD')}{changed}; date: {datetime.date.today()}"
+    )
+    print(f"- Command: `python {' '.join(sys.argv)}`")
 
 
 def main():
@@ -128,6 +132,7 @@ def main():
     parser.add_argument("--seed", type=int, default=1, help="of games and actions")
     flags = parser.parse_args()
 
+    print_header(ale_py, gym, np, cv2)
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores) if flags.core is None else flags.core})
     cv2.setNumThreads(1)
@@ -142,14 +147,7 @@ def main():
             rates[name].append(flags.steps / way(flags, actions))
 
     emulator, gymnasium, *_ = rates.values()
-    versions = ", ".join(
-        f"{module.__name__} {module.__version__}" for module in (ale_py, gym, np, cv2)
-    )
-    print(f"- Machine: {cpu_name()}, {os.cpu_count()} cores, pinned to one; {platform.platform()}")
-    print(f"- Versions: Python {platform.python_version()}, {versions}")
-    print(f"- Commit: {git_commit()}; date: {datetime.date.today()}")
-    print(f"- Command: `python {' '.join(sys.argv)}`")
-    print(f"- {flags.env}, median of {flags.repeats} times {flags.steps} agent steps\n")
+    print(f"- {flags.env}, one core, median of {flags.repeats} times {flags.steps} agent steps\n")
     print("| way | agent steps per CPU second | lowest | highest | to a | to b |")
     print("|---|---|---|---|---|---|")
     for name, values in rates.items():
