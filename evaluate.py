@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Play whole games with a checkpoint: the test mode of both programs."""
 
+import os
 import statistics
+import sys
 
 import numpy as np
 import torch
 
-from environment import EnvError, Environments, map_nest
+from environment import Environments, map_nest
 from experiment import FlagError, load_checkpoint, restore_weights, run_path
 
 
@@ -19,15 +21,15 @@ def test(flags, create_env, Net):
     checkpoint = load_checkpoint(flags)
     if checkpoint is None:
         raise FlagError(f"there is no checkpoint in {run_path(flags)}; name a run by --xpid")
-    seed = [0 if flags.seed is None else flags.seed, 2**31]  # not the games of training
-    try:
-        environments = Environments(lambda: create_env(flags), 1, seed, "test")
-    except EnvError as error:
-        if flags.mode != "test_render":
-            raise
+    screens = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
+    if flags.mode == "test_render" and sys.platform == "linux" and not any(map(os.getenv, screens)):
+        # The emulator would play on, and show nothing.
         raise FlagError(
-            f"cannot show {flags.env}; use --mode test, or a machine with a display: {error}"
-        ) from error
+            "there is no screen to show games on: neither DISPLAY nor WAYLAND_DISPLAY is set; "
+            "use --mode test, or a machine with a screen (ssh -X brings one along)"
+        )
+    seed = [0 if flags.seed is None else flags.seed, 2**31]  # not the games of training
+    environments = Environments(lambda: create_env(flags), 1, seed, "test")
     try:
         torch.manual_seed(np.random.SeedSequence(seed).generate_state(1)[0].item())
         model = Net(environments.observation_space, environments.num_actions, flags.use_lstm)

@@ -143,6 +143,11 @@ class Net(nn.Module):
             core_size = 256
         self.policy = nn.Linear(core_size, num_actions)
         self.baseline = nn.Linear(core_size, 1)
+        # With initial weights as small as PyTorch's, the first updates push most ReLUs below zero.
+        gains = {layer: 2**0.5 for layer in (*self.conv[::2], self.fc)}
+        for layer, gain in (gains | {self.policy: 0.01, self.baseline: 1.0}).items():
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
         self.to(memory_format=torch.channels_last)  # faster convolutions, on CPU and GPU
 
     def initial_state(self, batch_size):
@@ -164,7 +169,7 @@ class Net(nn.Module):
         """
         T, B = inputs["reward"].shape
         x = inputs["frame"].flatten(0, 1)  # [T * B, C, H, W]
-        x = x.contiguous(memory_format=torch.channels_last).float().div_(255)
+        x = x.contiguous(memory_format=torch.channels_last) / 255
         x = self.conv(x).permute(0, 2, 3, 1)  # as it lies in memory: no copy, and none backward
         x = F.relu(self.fc(x.flatten(1)))
         last_action = F.one_hot(inputs["last_action"].flatten(), self.num_actions).float()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast is the whole of MonoBeast, next to what its parts allow on these cores?
 
-    python benchmarks/monobeast.py [--repeats 3] [flags of monobeast.py]
+    python benchmarks/whole.py [--repeats 3] [flags of monobeast.py]
 
 In each round every part is measured alone on one core, the other cores being idle: stepping the
 environments, inference in batches of `--envs_per_actor`, and learning from batches of
@@ -13,6 +13,7 @@ Seconds are wall-clock time. Prints Markdown.
 
 import argparse
 import csv
+import itertools
 import multiprocessing
 import os
 import pathlib
@@ -57,7 +58,7 @@ def measure_environments(flags, seconds):
     environments, model = make_actor(flags)
     environments.initial()
     random = np.random.default_rng(1)
-    actions = iter(lambda: random.integers(model.num_actions, size=flags.envs_per_actor), None)
+    actions = itertools.cycle(random.integers(model.num_actions, size=(999, flags.envs_per_actor)))
     return rate_of(lambda: environments.step(next(actions)), flags.envs_per_actor, seconds)
 
 
@@ -145,6 +146,7 @@ def main():
             arguments_of_part = (name, flags, options.seconds, far_end)
             process = context.Process(target=measure_part, args=arguments_of_part)
             process.start()
+            far_end.close()  # so that recv raises if the process dies
             rates[name].append(pipe.recv())
             process.join()
         rates["whole program"].append(measure_whole(arguments, options.whole_seconds))
