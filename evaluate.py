@@ -21,6 +21,8 @@ def test(flags, create_env, Net):
     checkpoint = load_checkpoint(flags)
     if checkpoint is None:
         raise FlagError(f"there is no checkpoint in {run_path(flags)}; name a run by --xpid")
+    if flags.num_episodes < 1:
+        raise FlagError(f"--num_episodes is {flags.num_episodes}; it must be positive")
     screens = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
     if flags.mode == "test_render" and sys.platform == "linux" and not any(map(os.getenv, screens)):
         # The emulator would play on, and show nothing.
@@ -28,6 +30,7 @@ def test(flags, create_env, Net):
             "there is no screen to show games on: neither DISPLAY nor WAYLAND_DISPLAY is set; "
             "use --mode test, or a machine with a screen (ssh -X brings one along)"
         )
+    torch.set_num_threads(1)  # more do not help a batch of one
     seed = [0 if flags.seed is None else flags.seed, 2**31]  # not the games of training
     environments = Environments(lambda: create_env(flags), 1, seed, "test")
     try:
@@ -40,7 +43,10 @@ def test(flags, create_env, Net):
         returns = []
         for episode_return, episode_step in play(environments, model, flags.num_episodes):
             returns.append(episode_return)
-            print(f"game {len(returns)}: return {episode_return:g} in {episode_step} steps")
+            print(
+                f"game {len(returns)}: return {episode_return:g} in {episode_step} steps",
+                flush=True,
+            )
     finally:
         environments.close()
     spread = statistics.stdev(returns) if len(returns) > 1 else 0.0

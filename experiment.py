@@ -10,6 +10,7 @@
 `latest` beside the runs' folders is a link to the newest one.
 """
 
+import argparse
 import contextlib
 import csv
 import ctypes
@@ -26,6 +27,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 
@@ -36,11 +38,20 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 # Of this call alone, never taken over from a checkpoint.
-_CALL_FLAGS = ("mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda")
+_CALL_FLAGS = ("mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "num_buffers")
 
 
 class FlagError(ValueError):
     """Flags that contradict each other or the machine; the message says what to change."""
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Tells defaults where they say something: not that a switch is off, or that None is None."""
+
+    def _get_help_string(self, action):
+        if action.default is None or isinstance(action.default, bool):
+            return action.help
+        return super()._get_help_string(action)
 
 
 def parse_flags(parser, argv=None):
@@ -52,12 +63,17 @@ def parse_flags(parser, argv=None):
     if flags.xpid is None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         flags.xpid = f"torchbeast-{now}" if flags.mode == "train" else "latest"
+    if flags.xpid == "latest":
+        if not run_path(flags).exists():
+            raise FlagError(f"there is no run in {flags.savedir} yet")
+        flags.xpid = run_path(flags).resolve().name
     saved = load_checkpoint(flags)
     if saved is None:
         return flags
     known = {k: v for k, v in saved["flags"].items() if k in flags and k not in _CALL_FLAGS}
-    parser.set_defaults(**known, xpid=flags.xpid)
-    return parser.parse_args(argv)
+    xpid, flags = flags.xpid, parser.parse_args(argv, argparse.Namespace(**known))
+    flags.xpid = xpid
+    return flags
 
 
 def run_path(flags):
@@ -96,40 +112,54 @@ def restore_weights(model, checkpoint, flags):
 
 
 def resume(flags, model, optimizer, scheduler, stats):
-    """Restore everything from the run's checkpoint, if it has one; `stats` in place."""
+    """Restore everything from the run's checkpoint, if there is one; `stats` in place.
+
+    What the flags say of the optimizer, then or now, holds from here on.
+    """
     checkpoint = load_checkpoint(flags)
     if checkpoint is None:
         return
     restore_weights(model, checkpoint, flags)
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
+    base_lrs = scheduler.base_lrs
     scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
+    scheduler.base_lrs = base_lrs
     stats.update(checkpoint["stats"])
-    restore_random_states(checkpoint["random_states"])
     if stats["step"] >= flags.total_steps:
         raise FlagError(
             f"{run_path(flags)} has done its {stats['step']:,} steps: raise --total_steps "
             f"({flags.total_steps:,}) to go on, or choose another --xpid"
         )
+    for group, new, base_lr, schedule in zip(
+        optimizer.param_groups, settings, base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group.update(new, lr=base_lr * schedule(scheduler.last_epoch))
+    restore_random_states(checkpoint["random_states"])
+    logging.info("Resuming at step %s", f"{stats['step']:,}")
 
 
 class Experiment:
-    """The folder and the screen of a training run, from `step` on. Use as a context manager.
+    """The folder and the screen of a training run. Use as a context manager.
 
     The folder is locked against a second process. On a terminal a progress bar shows every tick,
     elsewhere a plain line.
     """
 
-    def __init__(self, flags, step):
+    def __init__(self, flags):
         self.path = run_path(flags)
+        self.status = "ended"  # what meta.json says at the end, if there is no error
         self._flags = flags
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held until the process ends
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - until the process ends
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise FlagError(
                 f"another process is training in {self.path}; stop it or choose another --xpid"
             ) from None
+        except OSError as error:
+            raise FlagError(f"cannot use --savedir {flags.savedir}: {error}") from error
         _link_latest(self.path)
         self._out = logging.FileHandler(self.path / "out.log")
         self._out.setFormatter(logging.Formatter(LOG_FORMAT))
@@ -139,10 +169,7 @@ class Experiment:
             earlier = json.loads((self.path / "meta.json").read_text())
             self._meta["earlier"] = earlier.pop("earlier", []) + [earlier]
         self._write_meta()
-        self._csv = _CSV(self.path / "logs.csv", step)
-        self._events = SummaryWriter(self.path, purge_step=step)
-        # Of the last minute or so, for the time left.
-        self._ticks = deque([(time.monotonic(), step)], maxlen=12)
+        self._csv = self._events = self._ticks = None
         self._bar = tqdm(
             total=flags.total_steps,
             disable=not sys.stderr.isatty(),
@@ -162,14 +189,25 @@ class Experiment:
         if self._redirect is not None:
             self._redirect.__exit__(error_type, error, traceback)
         self._bar.close()
+        if error is not None:
+            self.status = f"{error_type.__name__}: {error}"
+            self._write_out(logging.CRITICAL, "The run failed", (error_type, error, traceback))
         self._meta["end"] = _now()
-        self._meta["status"] = "ended" if error is None else f"{error_type.__name__}: {error}"
+        self._meta["status"] = self.status
         self._write_meta()
-        self._events.close()
-        self._csv.close()
+        if self._csv is not None:
+            self._events.close()
+            self._csv.close()
         logging.getLogger().removeHandler(self._out)
         self._out.close()
         self._lock.close()
+
+    def start_logs(self, step):
+        """Open logs.csv and the event file; what they hold beyond `step` is dropped."""
+        self._csv = _CSV(self.path / "logs.csv", step)
+        self._events = SummaryWriter(self.path, purge_step=step)
+        # Of the last minute or so, for the time left.
+        self._ticks = deque([(time.monotonic(), step)], maxlen=12)
 
     def log(self, step, figures, texts):
         """Tell of one tick: `figures` go into the files, the dict of short `texts` to the screen.
@@ -191,10 +229,11 @@ class Experiment:
         for key, value in {"steps_per_second": rate, **figures}.items():
             if value is not None:
                 self._events.add_scalar(key, value, step)
+        frames = getattr(self._flags, "frame_skip", 1)  # a step
         line = " | ".join(
             [
                 f"{step:,} steps",
-                f"{rate:,.0f} steps/s ({rate * self._flags.frame_skip:,.0f} frames/s)",
+                f"{rate:,.0f} steps/s ({rate * frames:,.0f} frames/s)",
                 *(f"{name} {text}" for name, text in texts.items()),
                 f"left {left}",
             ]
@@ -204,6 +243,7 @@ class Experiment:
         else:
             self._bar.n = min(step, self._flags.total_steps)
             self._bar.set_description_str(line)
+            self._write_out(logging.INFO, line)
 
     def save_checkpoint(self, model, optimizer, scheduler, stats):
         """Write the checkpoint as a whole or not at all: into a temporary file, then renamed."""
@@ -226,6 +266,10 @@ class Experiment:
         path.with_suffix(".tmp").rename(path)
         logging.info("Saved %s at step %s", path, f"{stats['step']:,}")
 
+    def _write_out(self, level, message, error=None):
+        """Write to out.log alone what the screen shows in another way."""
+        self._out.handle(logging.LogRecord("", level, __file__, 0, message, (), error))
+
     def _write_meta(self):
         temporary = self.path / "meta.tmp"
         temporary.write_text(json.dumps(self._meta, indent=2, default=str) + "\n")
@@ -244,15 +288,25 @@ def start_logging():
 def stop_on_signals(stop):
     """Set the event `stop` on Ctrl-C and SIGTERM; yields a list of the signals that came.
 
-    The second one ends the process at once.
+    One that comes more than a second later ends the process at once. Within the second it is the
+    same one again: make and timeout send it to the process and to its group.
     """
-    caught = []
+    caught, first = [], None
+
+    def announce():
+        stop.set()
+        logging.info("Caught %s: ending", signal.Signals(caught[0]).name)
 
     def handle(number, _):
-        logging.info("Caught %s: ending", signal.Signals(number).name)
+        nonlocal first
         caught.append(number)
-        stop.set()
-        signal.signal(number, signal.SIG_DFL)
+        if first is None:
+            first = time.monotonic()
+            # In a thread, since the main one may be holding the very locks that this needs.
+            threading.Thread(target=announce).start()
+        elif time.monotonic() > first + 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     handlers = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     try:
@@ -290,7 +344,7 @@ def random_states():
     numpy_state = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
         "python": random.getstate(),
     }
@@ -298,7 +352,7 @@ def random_states():
 
 def restore_random_states(states):
     torch.set_rng_state(states["torch"])
-    if len(states["cuda"]) == torch.cuda.device_count():
+    if torch.cuda.is_initialized() and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])
     np.random.set_state(tuple(states["numpy"]))
     version, state, gauss = states["python"]
@@ -313,11 +367,12 @@ class _CSV:
         rows = []
         self._fields = ["_tick", "_time", "step"]
         if path.exists():
-            with open(path, newline="") as file:
-                reader = csv.DictReader(file)
-                rows = [row for row in reader if _is_at_most(row.get("step"), step)]
-                self._fields = list(reader.fieldnames or self._fields)
-        self._tick = len(rows)
+            lines = path.read_text().splitlines(keepends=True)
+            if lines and not lines[-1].endswith("\n"):
+                del lines[-1]  # torn by a crash
+            reader = csv.DictReader(lines)
+            rows = [row for row in reader if int(row["step"]) <= step]
+            self._fields = list(reader.fieldnames or self._fields)
         self._rewrite(rows if step > 0 else [])
 
     def write(self, row):
@@ -345,14 +400,6 @@ class _CSV:
         self._writer.writerows(rows)
         self._file.flush()
         temporary.rename(self._path)
-
-
-def _is_at_most(text, step):
-    """Whether a CSV cell is a step up to `step`; a row torn by a crash is not."""
-    try:
-        return int(text) <= step
-    except (TypeError, ValueError):
-        return False
 
 
 def _link_latest(path):
@@ -388,7 +435,10 @@ def _describe_run(flags):
             "system": platform.platform(),
             "cores": os.cpu_count(),
             "usable_cores": len(os.sched_getaffinity(0)),
-            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "gpus": [
+                torch.cuda.get_device_name(i)
+                for i in range(0 if flags.disable_cuda else torch.cuda.device_count())
+            ],
         },
         "start": _now(),
         "end": None,

@@ -22,10 +22,9 @@ rows, of which the first is the last of the rollout before it; environment.py sa
 """
 
 import argparse
+import contextlib
 import logging
-import multiprocessing
-import multiprocessing.connection
-import multiprocessing.forkserver
+import math
 import os
 import pprint
 import shutil
@@ -34,7 +33,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 
 import numpy as np
 import torch
@@ -45,11 +43,12 @@ import atari_wrappers
 import evaluate
 import experiment
 import vtrace
+from actors import Actors, live_for_parent, start_fork_server
 from environment import EnvError, Environments, map_nest
 
 # fmt: off
 parser = argparse.ArgumentParser(
-    description="IMPALA on one machine.", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    description="IMPALA on one machine.", formatter_class=experiment.HelpFormatter,
     allow_abbrev=False)
 
 run = parser.add_argument_group("run")
@@ -102,19 +101,17 @@ atari_wrappers.add_flags(parser)
 
 LOG_INTERVAL = 5  # seconds
 CHECKPOINT_INTERVAL = 5 * 60  # seconds
-MAX_DEATHS, DEATHS_WINDOW = 5, 10 * 60  # deaths of one actor, within seconds, that end the run
 
 
 def create_env(flags):
     """Return one environment with a Discrete action space."""
-    testing = flags.mode != "train"
-    if testing:
-        flags = argparse.Namespace(**{**vars(flags), "episodic_life": False})  # whole games
+    if flags.mode != "train":
+        flags = argparse.Namespace(**vars(flags) | {"episodic_life": False})  # whole games
     render_mode = "human" if flags.mode == "test_render" else None
     return atari_wrappers.create_atari(flags, render_mode)
 
 
-class Net(nn.Module):
+class AtariNet(nn.Module):
     """The shallow Atari network, with an optional LSTM: policy logits and baseline."""
 
     def __init__(self, observation_space, num_actions, use_lstm=False):
@@ -199,6 +196,9 @@ class Net(nn.Module):
         }, agent_state
 
 
+Net = AtariNet  # what is trained
+
+
 def compute_policy_gradient_loss(logits, actions, advantages, mask):
     cross_entropy = F.cross_entropy(logits.flatten(0, 1), actions.flatten(), reduction="none")
     return torch.sum(torch.where(mask, cross_entropy.view_as(advantages) * advantages, 0))
@@ -270,7 +270,13 @@ def learn(flags, model, batch, initial_agent_state, optimizer):
     figures["grad_norm"] = grad_norm
     # All at once: each float() alone would wait for the GPU.
     values = torch.stack([value.double() for value in figures.values()]).tolist()
-    return dict(zip(figures, values, strict=True))
+    figures = dict(zip(figures, values, strict=True))
+    if not math.isfinite(figures["total_loss"] + figures["grad_norm"]):
+        raise FloatingPointError(
+            f"the update gave {figures}: try a lower --learning_rate, and look at the rewards and "
+            "frames; the last checkpoint is from before"
+        )
+    return figures
 
 
 class PublishedWeights:
@@ -283,10 +289,7 @@ class PublishedWeights:
 
     def __init__(self, model):
         self._version = torch.zeros(1, dtype=torch.int64).share_memory_()
-        self._slots = tuple(
-            {k: v.detach().cpu().clone().share_memory_() for k, v in model.state_dict().items()}
-            for _ in range(2)
-        )
+        self._slots = torch.stack([self._flatten(model)] * 2).share_memory_()
 
     @property
     def version(self):
@@ -294,26 +297,30 @@ class PublishedWeights:
 
     def publish(self, model):
         version = self.version + 1
-        for key, value in model.state_dict().items():
-            self._slots[version % 2][key].copy_(value)
+        self._slots[version % 2] = self._flatten(model)
         self._version[0] = version
 
     def load_into(self, model):
         """Copy the newest weights into `model` and return their version."""
-        while True:
+        version = None
+        while version != self.version:
             version = self.version
-            model.load_state_dict(self._slots[version % 2])
-            if self.version == version:
-                return version
+            weights = self._slots[version % 2].clone()
+        tensors = model.state_dict().values()
+        parts = weights.split([t.numel() * t.element_size() for t in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+        return version
+
+    def _flatten(self, model):
+        """Return all weights as one tensor of bytes, since they may be of several types."""
+        tensors = model.state_dict().values()
+        return torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors]).cpu()
 
 
 def act(flags, actor, seed, pipe, buffers, weights):
     """Fill buffers with rollouts for as long as the main process lives: an actor process."""
-    # Ctrl-C reaches the whole process group. The main process decides: it closes the pipe.
-    for number in experiment.STOP_SIGNALS:
-        signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, experiment.STOP_SIGNALS)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    live_for_parent()
     torch.set_num_threads(1)
     os.nice(10)  # the learner first; actors take what is left of the cores
     N, T = flags.envs_per_actor, flags.unroll_length
@@ -347,193 +354,13 @@ def act(flags, actor, seed, pipe, buffers, weights):
                     map_nest(lambda a, v, at=(indices, t): a.__setitem__(at, v), arrays[key], value)
             pipe.send(("full", indices.tolist()))
     except (EOFError, BrokenPipeError):
-        pass  # likewise
+        pass  # the main process has closed the pipe
     except Exception:
-        pipe.send(("error", traceback.format_exc()))
+        with contextlib.suppress(OSError):
+            pipe.send(("error", traceback.format_exc()))
     finally:
         if environments is not None:
             environments.close()
-
-
-def end_with_parent():
-    """End this process when its parent is gone, also where SIGKILL left it no time to say so."""
-    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
-    os._exit(1)
-
-
-class Actors:
-    """Actor processes, and the free and the full queue of buffer indices.
-
-    Each actor has a pipe of its own, through which it gets free indices and returns full ones, so
-    that one that is killed, wherever it may stand, locks nobody else out and loses no index. It is
-    replaced by a new process; an actor that dies time and again ends the run.
-
-    Args:
-      start: called with (actor, incarnation, pipe); returns a started process.
-      num_actors, envs_per_actor, num_buffers: ints.
-    """
-
-    def __init__(self, start, num_actors, envs_per_actor, num_buffers):
-        self._start = start
-        self._envs_per_actor = envs_per_actor
-        self._condition = threading.Condition()  # guards what follows
-        self._free = deque(range(num_buffers))
-        self._full = deque()
-        self._waiting = deque()  # actors that wait for free buffers, in turn
-        self._held = [[] for _ in range(num_actors)]
-        self._closed = False
-        self._error = None
-
-        # Of the thread that watches over the processes alone, once that has started.
-        self._processes = [None] * num_actors
-        self._pipes = [None] * num_actors
-        self._incarnations = [0] * num_actors
-        self._deaths = [deque() for _ in range(num_actors)]
-        self._tracebacks = [None] * num_actors
-        self._wake_reader, self._wake_writer = multiprocessing.Pipe(duplex=False)
-        for actor in range(num_actors):
-            self._start_process(actor)
-        self._watcher = threading.Thread(target=self._watch, name="actors", daemon=True)
-        self._watcher.start()
-
-    def take(self, count):
-        """Wait for `count` full buffers and return their indices; None once closed."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._closed or len(self._full) >= count)
-            if self._closed:
-                return None
-            return [self._full.popleft() for _ in range(count)]
-
-    def release(self, indices):
-        """Give buffers that were taken back to the actors."""
-        with self._condition:
-            self._free.extend(indices)
-            self._hand_out()
-
-    def num_full(self):
-        with self._condition:
-            return len(self._full)
-
-    @property
-    def num_restarts(self):
-        return sum(self._incarnations)
-
-    def check(self):
-        """Raise the error that has closed the queues, if there is one."""
-        with self._condition:
-            if self._error is not None:
-                raise self._error
-
-    def close(self):
-        """Wake all who wait and end all processes. Only the first call does anything."""
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
-        if not self._watcher.is_alive() and self._wake_writer.closed:
-            return
-        self._wake_writer.send(None)
-        self._watcher.join()
-        self._wake_writer.close()
-        for pipe in self._pipes:
-            pipe.close()  # which the actors notice
-        deadline = time.monotonic() + 3
-        for process in self._processes:
-            process.join(max(0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-    def _hand_out(self):  # requires the condition's lock
-        while self._waiting and len(self._free) >= self._envs_per_actor and not self._closed:
-            actor = self._waiting.popleft()
-            self._held[actor] = [self._free.popleft() for _ in range(self._envs_per_actor)]
-            try:
-                self._pipes[actor].send(self._held[actor])
-            except OSError:
-                pass  # it has died; the watcher takes the indices back
-
-    def _watch(self):
-        try:
-            while not self._closed:
-                actors = {pipe: actor for actor, pipe in enumerate(self._pipes)}
-                actors |= {p.sentinel: actor for actor, p in enumerate(self._processes)}
-                ready = multiprocessing.connection.wait([self._wake_reader, *actors])
-                for actor in sorted({actors[r] for r in ready if r is not self._wake_reader}):
-                    # Asked for before the messages are read, so that the last ones are not lost.
-                    dead = not self._processes[actor].is_alive()
-                    if not self._read_messages(actor) or dead:
-                        self._replace(actor)
-        except Exception as error:
-            with self._condition:
-                self._error = error
-                self._closed = True
-                self._condition.notify_all()
-
-    def _read_messages(self, actor):
-        """Handle what the actor has sent; return False where its end of the pipe is closed."""
-        pipe = self._pipes[actor]
-        try:
-            while pipe.poll():
-                kind, content = pipe.recv()
-                if kind == "error":
-                    self._tracebacks[actor] = content
-                    continue
-                with self._condition:
-                    self._full.extend(content)
-                    self._held[actor] = []
-                    self._waiting.append(actor)
-                    self._hand_out()
-                    self._condition.notify_all()
-        except (EOFError, OSError):
-            return False
-        return True
-
-    def _replace(self, actor):
-        """Take the indices of a dead actor back and start another process in its place."""
-        process = self._processes[actor]
-        process.join(1)
-        if process.is_alive():  # it has closed its pipe and yet does not end
-            process.kill()
-            process.join()
-        self._pipes[actor].close()
-        with self._condition:
-            self._free.extend(self._held[actor])
-            self._held[actor] = []
-            if actor in self._waiting:
-                self._waiting.remove(actor)
-        cause = self._tracebacks[actor] or _describe_exit(process.exitcode)
-        self._tracebacks[actor] = None
-        now = time.monotonic()
-        deaths = self._deaths[actor]
-        deaths.append(now)
-        while deaths[0] < now - DEATHS_WINDOW:
-            deaths.popleft()
-        if len(deaths) >= MAX_DEATHS:
-            raise RuntimeError(
-                f"actor {actor} died {len(deaths)} times within {DEATHS_WINDOW // 60} minutes, "
-                f"most recently: {cause}"
-            )
-        logging.error(
-            "Actor %d died and is started anew (death %d; %d within %d minutes end the run): %s",
-            actor, len(deaths), MAX_DEATHS, DEATHS_WINDOW // 60, cause,
-        )  # fmt: skip
-        self._incarnations[actor] += 1
-        self._start_process(actor)
-        with self._condition:
-            self._hand_out()  # to others, of the indices that came back
-
-    def _start_process(self, actor):
-        pipe, far_end = multiprocessing.Pipe()
-        self._processes[actor] = self._start(actor, self._incarnations[actor], far_end)
-        far_end.close()
-        with self._condition:
-            self._pipes[actor] = pipe
-
-
-def _describe_exit(code):
-    if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"it ended with status {code}"
 
 
 def create_buffers(flags, row, agent_output, agent_state):
@@ -566,7 +393,7 @@ def create_buffers(flags, row, agent_output, agent_state):
 def check_flags(flags):
     """Refuse what cannot work, before anything starts; fill in what depends on other flags."""
     for name in ("num_actors", "envs_per_actor", "batch_size", "unroll_length", "total_steps",
-                 "num_learner_threads", "num_episodes"):  # fmt: skip
+                 "num_learner_threads"):  # fmt: skip
         if getattr(flags, name) < 1:
             raise experiment.FlagError(f"--{name} is {getattr(flags, name)}; it must be positive")
     least = flags.num_actors * flags.envs_per_actor + flags.batch_size
@@ -578,6 +405,8 @@ def check_flags(flags):
             f"--envs_per_actor = {flags.num_actors} x {flags.envs_per_actor} buffers at once, and "
             f"the learner takes --batch_size = {flags.batch_size} more: give it at least {least}"
         )
+    if flags.seed is not None and flags.seed < 0:
+        raise experiment.FlagError(f"--seed is {flags.seed}; it must not be negative")
     if flags.seed is None:
         flags.seed = int.from_bytes(os.urandom(4), "little")
 
@@ -597,6 +426,7 @@ def train(flags):
         row = map_nest(lambda a: torch.from_numpy(a).unsqueeze(0), sample.initial())
         agent_output, agent_state = model(row, model.initial_state(1))
     sample.close()
+    weights = PublishedWeights(model)
     buffers = create_buffers(flags, row, agent_output, agent_state)
 
     model.to(device)
@@ -607,26 +437,17 @@ def train(flags):
     # The running mean of squares begins at 1, as in TensorFlow, where the paper's step sizes were
     # found. Begun at 0, the first steps are ten times as long, and the ReLUs die of them.
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # with no gradient, only to have its state created
-    for state in optimizer.state.values():
-        state["square_avg"].fill_(1)
+        optimizer.state[parameter] = {
+            "step": torch.zeros(()),
+            "square_avg": torch.ones_like(parameter),
+            "momentum_buffer": torch.zeros_like(parameter),
+        }
     stats = {"step": 0, "episode_returns": [], "game_returns": []}
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda _: 1 - min(stats["step"], flags.total_steps) / flags.total_steps
     )
-    experiment.resume(flags, model, optimizer, scheduler, stats)
-    first_step = stats["step"]
 
-    # A fork server has no threads, and imports torch once for all actors. It inherits that the
-    # signals are blocked, and so outlives a Ctrl-C, which reaches all processes.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__"])
-    signal.pthread_sigmask(signal.SIG_BLOCK, experiment.STOP_SIGNALS)
-    multiprocessing.forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, experiment.STOP_SIGNALS)
-
-    weights = PublishedWeights(model)
+    context = start_fork_server()
     stop = threading.Event()
     errors = []
     lock = threading.Lock()  # guards model, optimizer, scheduler, stats, figures and lags
@@ -684,12 +505,12 @@ def train(flags):
             step, latest = stats["step"], dict(figures)
             latest["mean_episode_return"] = experiment.mean(stats["episode_returns"])
             latest["mean_game_return"] = experiment.mean(stats["game_returns"])
-            latest["learning_rate"] = scheduler.get_last_lr()[0]
+            latest["learning_rate"] = optimizer.param_groups[0]["lr"]
             for name, function in (("min", min), ("mean", experiment.mean), ("max", max)):
                 latest[f"policy_lag_{name}"] = function(lags) if lags else None
             lags.clear()
         latest["full_buffers"] = actors.num_full()
-        latest["actor_restarts"] = actors.num_restarts
+        latest["actor_restarts"] = actors.num_restarts()
         show = {key: experiment.show_number(value) for key, value in latest.items()}
         texts = {"return": show["mean_episode_return"]}
         if flags.episodic_life:
@@ -701,10 +522,14 @@ def train(flags):
 
     threads = [threading.Thread(target=batch_and_learn) for _ in range(flags.num_learner_threads)]
     with (
-        experiment.Experiment(flags, first_step) as run_folder,
+        experiment.Experiment(flags) as run_folder,
         experiment.stop_on_signals(stop) as signals,
     ):
         logging.info("Flags:\n%s", pprint.pformat(vars(flags)))
+        experiment.resume(flags, model, optimizer, scheduler, stats)
+        first_step = stats["step"]
+        run_folder.start_logs(first_step)
+        weights.publish(model)
         actors = Actors(start_actor, flags.num_actors, flags.envs_per_actor, flags.num_buffers)
         try:
             for thread in threads:
@@ -722,6 +547,8 @@ def train(flags):
                 if thread.ident is not None:
                     thread.join()
         log()
+        if signals:
+            run_folder.status = f"stopped by {signal.Signals(signals[0]).name}"
         if errors:
             raise errors[0]
         run_folder.save_checkpoint(model, optimizer, scheduler, stats)
@@ -743,3 +570,5 @@ if __name__ == "__main__":
         sys.exit(main())
     except (experiment.FlagError, EnvError) as error:
         sys.exit(f"monobeast.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -84,17 +84,33 @@ class Counter(gym.Env):
         return np.array([self.episode, self.step_count], self.observation_space.dtype)
 
 
-class Failing(Catch):
-    """Catch that fails at one step of each process, in the way that it is told."""
+class Echo(Counter):
+    """Counter that also observes the action it was given last."""
 
-    def __init__(self, how, at_step=25):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.observation_space = gym.spaces.Box(0, 1e6, (3,), np.float32)
+
+    def _observation(self):
+        last_action = self.actions[-1] if self.actions else 0
+        return np.array([self.episode, self.step_count, last_action], np.float32)
+
+
+class Failing(Catch):
+    """Catch that fails at one step of each process, in the way that it is told.
+
+    Or once in all: where `marker` is given, only the process that is the first to make this file
+    fails; it writes its id there.
+    """
+
+    def __init__(self, how, at_step=25, marker=None):
         super().__init__()
-        self.how, self.at_step, self.count = how, at_step, 0
+        self.how, self.at_step, self.marker, self.count = how, at_step, marker, 0
 
     def step(self, action):
         self.count += 1
         observation, reward, terminated, truncated, info = super().step(action)
-        if self.count == self.at_step:
+        if self.count == self.at_step and self._is_first():
             if self.how == "raise":
                 raise ValueError("the game is broken")
             if self.how == "nan":
@@ -109,11 +125,25 @@ class Failing(Catch):
                 time.sleep(3600)
         return observation, reward, terminated, truncated, info
 
+    def _is_first(self):
+        if self.marker is None:
+            return True
+        try:
+            with open(self.marker, "x") as file:
+                file.write(f"{os.getpid()}\n")
+        except FileExistsError:
+            return False
+        return True
+
 
 def create_env(flags):
+    """Make Catch, Counter, Echo, Echo-truncated, or Failing-HOW or Failing-HOW:MARKER."""
     if flags.env.startswith("Failing-"):
-        return Failing(flags.env.removeprefix("Failing-"))
-    return {"Catch": Catch, "Counter": Counter}[flags.env]()
+        how, _, marker = flags.env.removeprefix("Failing-").partition(":")
+        return Failing(how, marker=marker or None)
+    if flags.env == "Echo-truncated":
+        return Echo(truncates=True)
+    return {"Catch": Catch, "Counter": Counter, "Echo": Echo}[flags.env]()
 
 
 class Net(nn.Module):
@@ -150,8 +180,15 @@ class Net(nn.Module):
         }, agent_state
 
 
+def act(*args):
+    """Be an actor of this fork: a process that is to run this function imports this file first."""
+    _act(*args)
+
+
+AtariNet, _act = monobeast.Net, monobeast.act
 monobeast.create_env = create_env
 monobeast.Net = Net
+monobeast.act = act
 monobeast.LOG_INTERVAL = 0.5
 
 if __name__ == "__main__":

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Actor processes and the queues of buffer indices between them and the learner: MonoBeast's only.
+
+What is learned stands in monobeast.py; here stands who lives, who dies, and who holds which buffer.
+"""
+
+import logging
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import signal
+import threading
+import time
+from collections import deque
+
+from experiment import STOP_SIGNALS
+
+MAX_DEATHS, DEATHS_WINDOW = 5, 10 * 60  # deaths of one actor, within seconds, that end the run
+
+
+def start_fork_server():
+    """Return the multiprocessing context in which actors are started.
+
+    A fork server has no threads, and imports the large packages once for all actors.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["__main__", "torch.utils.tensorboard", "gymnasium", "ale_py", "cv2"]
+    )
+    # It inherits that the signals are blocked, and so outlives a Ctrl-C or SIGTERM that reaches
+    # the whole process group: only the main process decides what to do then. The resource tracker
+    # comes first because starting it unblocks the signals.
+    multiprocessing.resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    multiprocessing.forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    return context
+
+
+def live_for_parent():
+    """Have this process ignore the signals that are the main process's, but end with that."""
+
+    def end_with_parent():
+        multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+        os._exit(1)  # at once, whatever the environment is doing
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+class Actors:
+    """Actor processes, and the free and the full queue of buffer indices.
+
+    Each actor has a pipe of its own, through which it gets free indices and returns full ones, so
+    that one that is killed, wherever it may stand, locks nobody else out and loses no index. It is
+    replaced by a new process; an actor that dies time and again ends the run.
+
+    Args:
+      start: called with (actor, incarnation, pipe); returns a started process.
+      num_actors, envs_per_actor, num_buffers: ints.
+    """
+
+    def __init__(self, start, num_actors, envs_per_actor, num_buffers):
+        self._start = start
+        self._envs_per_actor = envs_per_actor
+        self._condition = threading.Condition()  # guards what follows
+        self._free = deque(range(num_buffers))
+        self._full = deque()
+        self._waiting = deque()  # actors that wait for free buffers, in turn
+        self._held = [[] for _ in range(num_actors)]
+        self._closed = False
+        self._error = None
+
+        # Of the watcher alone, while it runs.
+        self._processes = [None] * num_actors
+        self._pipes = [None] * num_actors
+        self._deaths = [[] for _ in range(num_actors)]  # times
+        self._tracebacks = [None] * num_actors
+        self._wake_reader, self._wake_writer = multiprocessing.Pipe(duplex=False)
+        self._watcher = threading.Thread(target=self._watch, name="actors", daemon=True)
+        self._watcher.start()
+
+    def take(self, count):
+        """Wait for `count` full buffers and return their indices; None once closed."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._closed or len(self._full) >= count)
+            if self._closed:
+                return None
+            return [self._full.popleft() for _ in range(count)]
+
+    def release(self, indices):
+        """Give buffers that were taken back to the actors."""
+        with self._condition:
+            self._free.extend(indices)
+            self._hand_out()
+
+    def num_full(self):
+        return len(self._full)
+
+    def num_restarts(self):
+        return sum(map(len, self._deaths))
+
+    def check(self):
+        """Raise the error that has closed the queues, if there is one."""
+        with self._condition:
+            if self._error is not None:
+                raise self._error
+
+    def close(self):
+        """Wake all who wait and end all processes. Only the first call does anything."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        if self._wake_writer.closed:
+            return
+        self._wake_writer.close()  # which the watcher notices
+        self._watcher.join()
+        self._wake_reader.close()
+        for pipe in filter(None, self._pipes):
+            pipe.close()  # which the actors notice
+        deadline = time.monotonic() + 3
+        for process in filter(None, self._processes):
+            process.join(max(0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _hand_out(self):  # requires the condition's lock
+        while self._waiting and len(self._free) >= self._envs_per_actor and not self._closed:
+            actor = self._waiting.popleft()
+            self._held[actor] = [self._free.popleft() for _ in range(self._envs_per_actor)]
+            try:
+                self._pipes[actor].send(self._held[actor])
+            except OSError:
+                pass  # it has died; the watcher takes the indices back
+
+    def _watch(self):
+        # For a fork server that is started anew.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            for actor in range(len(self._processes)):
+                self._start_process(actor)
+            while not self._closed:
+                actors = {pipe: actor for actor, pipe in enumerate(self._pipes)}
+                actors |= {p.sentinel: actor for actor, p in enumerate(self._processes)}
+                ready = multiprocessing.connection.wait([self._wake_reader, *actors])
+                for actor in sorted({actors[r] for r in ready if r is not self._wake_reader}):
+                    # Asked for before the messages are read, so that the last ones are not lost.
+                    dead = not self._processes[actor].is_alive()
+                    if not self._read_messages(actor) or dead:
+                        self._replace(actor)
+        except Exception as error:
+            with self._condition:
+                self._error = error
+                self._closed = True
+                self._condition.notify_all()
+
+    def _read_messages(self, actor):
+        """Handle what the actor has sent; return False where it has failed or closed its end."""
+        pipe = self._pipes[actor]
+        try:
+            while pipe.poll():
+                kind, content = pipe.recv()
+                if kind == "error":
+                    self._tracebacks[actor] = content
+                    return False
+                with self._condition:
+                    self._full.extend(content)
+                    self._held[actor] = []
+                    self._waiting.append(actor)
+                    self._hand_out()
+                    self._condition.notify_all()
+        except (EOFError, OSError):
+            return False
+        return True
+
+    def _replace(self, actor):
+        """Take the indices of a dead actor back and start another process in its place."""
+        process = self._processes[actor]
+        process.join(1)
+        try:  # One that failed may hang; and if the fork server died, it only seems to be dead.
+            os.kill(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.join()
+        with self._condition:
+            self._pipes[actor].close()
+            self._free.extend(self._held[actor])
+            self._held[actor] = []
+            if actor in self._waiting:
+                self._waiting.remove(actor)
+        cause, self._tracebacks[actor] = self._tracebacks[actor], None
+        if cause is None and process.exitcode < 0:
+            cause = f"killed by {signal.Signals(-process.exitcode).name}"
+        elif cause is None:
+            cause = f"it ended with status {process.exitcode}"
+        now = time.monotonic()
+        self._deaths[actor].append(now)
+        deaths = sum(death > now - DEATHS_WINDOW for death in self._deaths[actor])
+        if deaths >= MAX_DEATHS:
+            raise RuntimeError(
+                f"actor {actor} died {deaths} times within {DEATHS_WINDOW // 60} minutes, most "
+                f"recently: {cause}"
+            )
+        logging.error(
+            "Actor %d died and is started anew (death %d; %d within %d minutes end the run): %s",
+            *(actor, deaths, MAX_DEATHS, DEATHS_WINDOW // 60, cause),
+        )
+        self._start_process(actor)
+        with self._condition:
+            self._hand_out()  # to others, of the indices that came back
+
+    def _start_process(self, actor):
+        pipe, far_end = multiprocessing.Pipe()
+        self._processes[actor] = self._start(actor, len(self._deaths[actor]), far_end)
+        far_end.close()
+        with self._condition:
+            self._pipes[actor] = pipe
