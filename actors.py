@@ -101,6 +101,7 @@ class Actors:
     def num_full(self):
         return len(self._full)
 
+    @property
     def num_restarts(self):
         return sum(map(len, self._deaths))
 

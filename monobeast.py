@@ -510,7 +510,7 @@ def train(flags):
                 latest[f"policy_lag_{name}"] = function(lags) if lags else None
             lags.clear()
         latest["full_buffers"] = actors.num_full()
-        latest["actor_restarts"] = actors.num_restarts()
+        latest["actor_restarts"] = actors.num_restarts
         show = {key: experiment.show_number(value) for key, value in latest.items()}
         texts = {"return": show["mean_episode_return"]}
         if flags.episodic_life:

@@ -16,6 +16,7 @@ import catch
 import pytest
 import torch
 
+import actors
 import experiment
 import monobeast
 from environment import Environments, map_nest
@@ -58,6 +59,7 @@ class Rig:
         self.actors = monobeast.Actors(
             self.start, flags.num_actors, flags.envs_per_actor, flags.num_buffers
         )
+        wait_until(lambda: len(self.processes) >= flags.num_actors)
 
     def start(self, actor, incarnation, pipe):
         seed = [self.flags.seed, 1 + actor, incarnation, 0]
@@ -293,7 +295,7 @@ def test_an_environment_that_always_raises_ends_the_run_with_its_traceback(make_
             assert taking.result(2 * DEADLINE) == "closed"
         finally:
             rig.actors.close()
-    with pytest.raises(RuntimeError, match=rf"died {monobeast.MAX_DEATHS} times") as raised:
+    with pytest.raises(RuntimeError, match=rf"died {actors.MAX_DEATHS} times") as raised:
         rig.actors.check()
     for text in (caplog.text, str(raised.value)):
         assert "Traceback (most recent call last)" in text
@@ -301,7 +303,7 @@ def test_an_environment_that_always_raises_ends_the_run_with_its_traceback(make_
         assert ": environment 0 (" in text and ", step 25: " in text
         assert "EnvError: actor " in text
     deaths = [sum(a == actor for a, _ in rig.processes) for actor in range(2)]
-    assert max(deaths) == monobeast.MAX_DEATHS  # the last one is not replaced
+    assert max(deaths) == actors.MAX_DEATHS  # the last one is not replaced
 
 
 def test_an_actor_that_cannot_even_start_ends_the_run(make_rig):
@@ -378,8 +380,11 @@ def test_a_process_that_cannot_be_started_leaves_no_others_behind(context):
         return process
 
     try:
+        pool = actors.Actors(start, 3, 1, 3)
+        assert pool.take(3) is None
         with pytest.raises(BlockingIOError):
-            monobeast.Actors(start, 3, 1, 3)
+            pool.check()
+        pool.close()
         for process in started:
             process.join(10)
             assert not process.is_alive()
@@ -524,20 +529,26 @@ def test_published_weights_are_never_torn(context):
             process.join()
 
 
-class Interrupted(torch.nn.Sequential):
-    """Half its weights are loaded when, once, something else happens."""
+class Interrupted:
+    """Slots of weights; while one is read for the first time, something else happens."""
 
-    def load_state_dict(self, state):
-        half = dict(list(state.items())[: len(state) // 2])
-        super().load_state_dict(half, strict=False)
-        if self.interruptions:
-            self.interruptions.pop()()
-        super().load_state_dict({k: v for k, v in state.items() if k not in half}, strict=False)
+    def __init__(self, slots, interruption):
+        self.slots, self.interruption = slots, interruption
+
+    def __setitem__(self, key, value):
+        self.slots[key] = value
+
+    def __getitem__(self, key):
+        half = self.slots.shape[1] // 2
+        first = self.slots[key, :half].clone()
+        interruption, self.interruption = self.interruption, lambda: None
+        interruption()
+        return torch.cat([first, self.slots[key, half:]])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_weights_published_while_they_are_read_are_read_again(count):
-    model, reader = make_model(), Interrupted(*make_model())
+    model, reader = make_model(), make_model()
     weights_of_version(model, 0)
     weights = monobeast.PublishedWeights(model)
 
@@ -546,10 +557,22 @@ def test_weights_published_while_they_are_read_are_read_again(count):
             weights_of_version(model, version)
             weights.publish(model)
 
-    reader.interruptions = [publish]
+    weights._slots = Interrupted(weights._slots, publish)
     version = weights.load_into(reader)
     assert all((p == version).all() for p in reader.parameters())
     assert version == count
+
+
+def test_weights_of_several_types_are_published():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.BatchNorm1d(1))
+    other = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.BatchNorm1d(1))
+    model(torch.randn(5, 3))  # which counts the batches, in an integer
+    weights = monobeast.PublishedWeights(model)
+    weights.load_into(other)
+    for (key, one), two in zip(
+        model.state_dict().items(), other.state_dict().values(), strict=True
+    ):
+        assert torch.equal(one, two), key
 
 
 def test_weights_have_a_version_that_counts_publications(context):
