@@ -15,7 +15,7 @@
        +--------------------<--------------------------+
                  weights, as one consistent version
 
-To change the model, edit Net; the loss, compute_loss; the environment, create_env.
+To change the model, edit AtariNet; the loss, compute_loss; the environment, create_env.
 
 Shapes: T unroll length, B batch size, N environments an actor, A actions. A rollout has T + 1
 rows, of which the first is the last of the rollout before it; environment.py says what they hold.
