@@ -4,6 +4,7 @@
 What is learned stands in monobeast.py; here stands who lives, who dies, and who holds which buffer.
 """
 
+import contextlib
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -67,6 +68,7 @@ class Actors:
     def __init__(self, start, num_actors, envs_per_actor, num_buffers):
         self._start = start
         self._envs_per_actor = envs_per_actor
+        self._closing = threading.Lock()  # held by who ends the processes
         self._condition = threading.Condition()  # guards what follows
         self._free = deque(range(num_buffers))
         self._full = deque()
@@ -112,23 +114,24 @@ class Actors:
                 raise self._error
 
     def close(self):
-        """Wake all who wait and end all processes. Only the first call does anything."""
+        """Wake all who wait and end all processes. May be called again, and by several threads."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
-        if self._wake_writer.closed:
-            return
-        self._wake_writer.close()  # which the watcher notices
-        self._watcher.join()
-        self._wake_reader.close()
-        for pipe in filter(None, self._pipes):
-            pipe.close()  # which the actors notice
-        deadline = time.monotonic() + 3
-        for process in filter(None, self._processes):
-            process.join(max(0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+        with self._closing:
+            if self._wake_writer.closed:
+                return
+            self._wake_writer.close()  # which the watcher notices
+            self._watcher.join()
+            self._wake_reader.close()
+            for pipe in filter(None, self._pipes):
+                pipe.close()  # which the actors notice
+            deadline = time.monotonic() + 3
+            for process in filter(None, self._processes):
+                process.join(max(0, deadline - time.monotonic()))
+                if process.is_alive():
+                    process.kill()
+                    process.join()
 
     def _hand_out(self):  # requires the condition's lock
         while self._waiting and len(self._free) >= self._envs_per_actor and not self._closed:
@@ -183,10 +186,10 @@ class Actors:
         """Take the indices of a dead actor back and start another process in its place."""
         process = self._processes[actor]
         process.join(1)
-        try:  # One that failed may hang; and if the fork server died, it only seems to be dead.
-            os.kill(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        if process.is_alive() or process.exitcode == 255:
+            # It failed and hangs; or the fork server died, and it only seems to be dead.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
         process.join()
         with self._condition:
             self._pipes[actor].close()

@@ -239,7 +239,7 @@ class Experiment:
             ]
         )
         if self._bar.disable:
-            logging.info("%.1f%% | %s", 100 * step / self._flags.total_steps, line)
+            logging.info("%.1f%% | %s", min(100, 100 * step / self._flags.total_steps), line)
         else:
             self._bar.n = min(step, self._flags.total_steps)
             self._bar.set_description_str(line)
@@ -371,7 +371,8 @@ class _CSV:
             if lines and not lines[-1].endswith("\n"):
                 del lines[-1]  # torn by a crash
             reader = csv.DictReader(lines)
-            rows = [row for row in reader if int(row["step"]) <= step]
+            rows = [row for row in reader if (row["step"] or "").isdigit()]
+            rows = [row for row in rows if int(row["step"]) <= step]
             self._fields = list(reader.fieldnames or self._fields)
         self._rewrite(rows if step > 0 else [])
 

@@ -189,7 +189,7 @@ def test_figures_are_empty_before_the_first_episode(learned):
 def test_screen_tells_steps_frames_returns_queue_and_lag(learned):
     line = [line for line in learned[2].splitlines() if "steps/s" in line][-1]
     number = r"-?[\d,.e+-]+"
-    pattern = rf"100\.\d% \| {number} steps \| {number} steps/s \({number} frames/s\) "
+    pattern = rf"100\.0% \| {number} steps \| {number} steps/s \({number} frames/s\) "
     pattern += rf"\| return {number} \| game {number} \| loss {number} \| full \d+/24 "
     pattern += rf"\| lag {number}/{number}/{number} \| left 0:00:00"
     assert re.search(pattern, line), line
