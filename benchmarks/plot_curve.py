@@ -5,6 +5,7 @@ python benchmarks/plot_curve.py ~/logs/torchbeast/latest/logs.csv curve.png
 """
 
 import csv
+import itertools
 import sys
 
 import matplotlib
@@ -17,7 +18,10 @@ def main(csv_path, png_path):
     with open(csv_path, newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["mean_game_return"]]
     steps = [int(row["step"]) / 1e6 for row in rows]
-    minutes = [(float(row["_time"]) - float(rows[0]["_time"])) / 60 for row in rows]
+    # Minutes of running: between two ticks there are seconds, unless the run was stopped there.
+    times = [float(row["_time"]) for row in rows]
+    gaps = [b - a if b - a < 60 else 0 for a, b in itertools.pairwise(times)]
+    minutes = [m / 60 for m in itertools.accumulate(gaps, initial=0)]
     returns = [float(row["mean_game_return"]) for row in rows]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(steps, returns)
