@@ -142,8 +142,8 @@ def resume(flags, model, optimizer, scheduler, stats):
 class Experiment:
     """The folder and the screen of a training run. Use as a context manager.
 
-    The folder is locked against a second process. On a terminal a progress bar shows every tick,
-    elsewhere a plain line.
+    The folder is locked against a second process. On a wide terminal a progress bar shows every
+    tick, elsewhere a plain line.
     """
 
     def __init__(self, flags):
@@ -172,7 +172,8 @@ class Experiment:
         self._csv = self._events = self._ticks = None
         self._bar = tqdm(
             total=flags.total_steps,
-            disable=not sys.stderr.isatty(),
+            # A narrower one would cut off the lag and the time left.
+            disable=not (sys.stderr.isatty() and os.get_terminal_size(2).columns >= 150),
             bar_format="{percentage:3.0f}% {bar:10} {desc}",
             dynamic_ncols=True,
         )
