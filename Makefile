@@ -1,35 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-# `make pong` and `make test` need nothing but make and a Python; `make help` lists the rest.
+# `make pong` and `make test` need nothing but make and a Python; `make help` lists the rest. What is
+# compiled needs gRPC and a compiler, which are installed where that may be done, on Debian and Ubuntu.
 
 PYTHON ?=  # a Python 3.11 to 3.14; when empty, the first one found
-ARGS ?=    # more flags for monobeast.py, or for pytest
+ARGS ?=    # more flags for monobeast.py or polybeast.py, or for pytest
 
 .DEFAULT_GOAL := help
 # Two targets at once would set up the same environment twice.
 .NOTPARALLEL:
-.PHONY: help pong test lint format clean env dev-env
+.PHONY: help pong poly test lint format build sanitize wheel proto clean env dev-env
+
+CPP := csrc/*.h csrc/*.cc csrc/tests/*.h csrc/tests/*.cc
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target does; \
-	do printf '%-14s %s\n' "$$target" "$$does"; done
-	@echo 'Options: ARGS="..." goes on to monobeast.py or pytest, PYTHON=... chooses the Python.'
+	do printf '%-15s %s\n' "$$target" "$$does"; done
+	@echo 'Options: ARGS="..." goes on to the program or to pytest, PYTHON=... chooses the Python.'
 
 pong: env ## learn Pong; more flags: make pong ARGS="--num_actors 4"
 	exec .venv/bin/python monobeast.py --env PongNoFrameskip-v4 $(ARGS)
 
-test: lint ## lint, then the whole test suite; one file: make test ARGS=tests/test_vtrace.py
+poly: build ## the same with PolyBeast: a learner in C++ and Python, and environment servers
+	exec .venv/bin/python polybeast.py --env PongNoFrameskip-v4 $(ARGS)
+
+test: dev-env build lint ## build, lint, the whole test suite; one file: make test ARGS=tests/test_vtrace.py
 	exec .venv/bin/python -m pytest $(ARGS)
 
 lint: dev-env ## what the linter says
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m ruff format --check .
+	.venv/bin/clang-format --dry-run -Werror $(CPP)
 
 format: dev-env ## format, and mend what the linter can mend by itself
 	.venv/bin/python -m ruff format .
 	.venv/bin/python -m ruff check --fix .
+	.venv/bin/clang-format -i $(CPP)
 
-clean: ## remove the virtual environment and all caches
-	rm -rf .venv .pytest_cache .ruff_cache
+build: env ## compile libtorchbeast and nest in place; a moment when nothing has changed
+	@.venv/bin/python setup.py -q install_packages build_ext --inplace
+
+# Without the environment: cmake, a compiler and protobuf are enough. Thread sanitizers before gcc 14
+# do not start where addresses are too random.
+sanitize: ## the C++ tests: plain, then with the thread, address and undefined sanitizers
+	@set -e; run=; if setarch -R true 2>/dev/null; then run='setarch -R'; fi; \
+	for sanitizer in '' thread address undefined; do \
+	echo "C++ tests, sanitizer: $${sanitizer:-none}"; build=build/ctest-$${sanitizer:-plain}; \
+	cmake -S csrc -B $$build -DSANITIZE=$$sanitizer >/dev/null; \
+	cmake --build $$build --parallel >/dev/null; \
+	$$run ctest --test-dir $$build --output-on-failure; done
+
+wheel: dev-env build ## a wheel with gRPC's libraries in it, for machines like this, in wheelhouse/
+	rm -rf build/lib* build/bdist* build/wheel wheelhouse
+	.venv/bin/python -m pip wheel --no-build-isolation --no-deps -w build/wheel .
+	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/auditwheel repair -w wheelhouse build/wheel/*.whl
+
+proto: build ## make libtorchbeast/rpcenv_pb2.py anew, after a change of csrc/rpcenv.proto
+	protoc --proto_path=csrc --python_out=libtorchbeast rpcenv.proto
+
+clean: ## remove the virtual environment, what was built, and all caches
+	rm -rf .venv .pytest_cache .ruff_cache build wheelhouse *.egg-info *.so libtorchbeast/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The virtual environment. A few milliseconds when nothing is to be done, so it is always asked for.
@@ -44,7 +73,7 @@ env dev-env:
 define SETUP
 requirements=$1
 wanted=$2
-files=requirements.txt
+files='requirements-env.txt requirements.txt'
 [ "$requirements" = requirements.txt ] || files="$files $requirements"
 fits='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))'
 version='import sys; print("%d.%d" % sys.version_info[:2])'

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// The actors: one thread a stream to an environment server.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "array.h"
+#include "batching_queue.h"
+#include "dynamic_batcher.h"
+#include "env_stream.h"
+#include "nest.h"
+
+namespace torchbeast {
+
+// For each row that its server sends, an actor asks the batcher for an answer and sends the action
+// of it; every `unroll_length` steps it gives a rollout to the learner's queue.
+//
+// Without `reconnect` the first failure ends run(). With it a failing server costs only the rollout
+// that it was at: the actor connects anew, after a pause that grows, with the initial agent state.
+// What the agent side throws (a wrong shape, say) ends run() in either case.
+class ActorPool : public std::enable_shared_from_this<ActorPool> {
+ public:
+  struct Options {
+    bool dict_outputs = false;
+    std::optional<int64_t> num_envs;
+    std::vector<std::string> seeds;  // one a stream, or none; a count of connections is appended
+    bool newest_frame_only = false;
+    bool reconnect = false;
+    std::optional<std::string> spaces;  // what every handshake must say
+    double connect_timeout_s = 60;
+    double step_timeout_s = 300;
+  };
+
+  // `addresses`: one a stream; `initial_agent_state`: of one environment, [layers, 1, ...], copied.
+  //
+  // Throws std::invalid_argument for arguments that make no sense.
+  ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
+            std::shared_ptr<DynamicBatcher> inference_batcher, std::vector<std::string> addresses,
+            const Nest<Array>& initial_agent_state, Options options);
+
+  // Blocks until the queue or the batcher is closed, and then ends every stream. Throws the first
+  // failure, once all threads have ended. Throws std::runtime_error when called twice.
+  void run();
+
+  // Steps of environments so far.
+  int64_t count() const { return count_; }
+  int64_t num_connected() const { return num_connected_; }
+  // Streams that were lost and have come back.
+  int64_t num_reconnects() const { return num_reconnects_; }
+
+  // Blocks for the next thing that happened to a server, in words; nullopt after the end of run().
+  std::optional<std::string> next_event();
+
+ private:
+  struct Actor {
+    std::shared_ptr<EnvStream> stream;  // held here so that other threads can cancel it
+    bool connected = false;
+    int64_t num_connections = 0;  // so far
+  };
+
+  void act(size_t index);
+  void serve(size_t index, std::chrono::duration<double>* pause);
+  void open(size_t index, const std::shared_ptr<EnvStream>& stream, const rpcenv::Step** first);
+  void leave(size_t index);
+  void fail(std::exception_ptr error);
+  void stop();
+  void report(std::string event);
+
+  const int64_t unroll_length_;
+  const std::shared_ptr<BatchingQueue> learner_queue_;
+  const std::shared_ptr<DynamicBatcher> inference_batcher_;
+  const std::vector<std::string> addresses_;
+  const Options options_;
+  const std::shared_ptr<MemoryPool> pool_ = std::make_shared<MemoryPool>();
+  const Nest<Array> initial_agent_state_;
+
+  std::atomic<bool> stopped_{false};
+  std::atomic<int64_t> count_{0};
+  std::atomic<int64_t> num_connected_{0};
+  std::atomic<int64_t> num_reconnects_{0};
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  std::vector<Actor> actors_;
+  // What all servers must say: as asked for, else as the first one does.
+  std::optional<int64_t> num_envs_;
+  std::optional<std::string> spaces_;
+  std::deque<std::string> events_;
+  size_t num_running_ = 0;
+  bool started_ = false;
+  bool finished_ = false;
+  std::exception_ptr error_;
+};
+
+}  // namespace torchbeast

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// Arrays in main memory, and the pool that their memory comes from.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace torchbeast {
+
+enum class DType : uint8_t {
+  kBool,
+  kUInt8,
+  kUInt16,
+  kUInt32,
+  kUInt64,
+  kInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+  kFloat16,
+  kFloat32,
+  kFloat64,
+  kBFloat16,  // never on the wire: NumPy has none
+};
+
+size_t size_of(DType dtype);
+const char* name_of(DType dtype);
+
+using Shape = std::vector<int64_t>;
+
+// Memory that is used again, rather than be given back and faulted in anew: rollouts and batches
+// are large, and come by the thousand. A block returns when the last pointer to it is gone, even
+// where that is after the pool's own end. Thread-safe.
+class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
+ public:
+  using Block = std::shared_ptr<std::byte>;
+  using Allocator = std::function<Block(size_t)>;
+
+  // By default from the heap. `allocate` may be called by any thread.
+  explicit MemoryPool(Allocator allocate = nullptr);
+
+  // Uninitialized, aligned to 64 bytes where the allocator is the default one.
+  Block take(size_t num_bytes);
+
+ private:
+  void put_back(size_t size, Block block);
+
+  const Allocator allocate_;
+  std::mutex mutex_;
+  std::map<size_t, std::vector<Block>> free_;  // by size
+};
+
+// C order. A copy shares the memory, and so does a view.
+struct Array {
+  DType dtype = DType::kUInt8;
+  Shape shape;
+  MemoryPool::Block data;  // points to the first element
+
+  size_t num_elements() const;
+  size_t num_bytes() const { return num_elements() * size_of(dtype); }
+
+  // Part `index` of the first dimension, which stays, with size 1: [T, N] to [1, N].
+  Array row(int64_t index) const;
+
+  std::string description() const;  // as in float32[3, 4]
+};
+
+Array make_array(DType dtype, Shape shape, MemoryPool& pool);
+
+// Columns `begin` to `end` (excluded) of `array` along the batch dimension.
+struct Columns {
+  Array array;
+  int64_t begin;
+  int64_t end;
+};
+
+// Join columns along `batch_dim` into memory of its own.
+//
+// Throws std::invalid_argument where the arrays differ in dtype or in any other dimension.
+Array concatenate(const std::vector<Columns>& parts, size_t batch_dim, MemoryPool& pool);
+
+// Copy elements that lie `strides` (in elements, possibly 0 or negative) apart into C order.
+Array copy_strided(DType dtype, const Shape& shape, const std::vector<int64_t>& strides,
+                   const std::byte* data, MemoryPool& pool);
+
+}  // namespace torchbeast

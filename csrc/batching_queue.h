@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// A queue of nests that gives out batches.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <vector>
+
+#include "array.h"
+#include "columns.h"
+#include "nest.h"
+
+namespace torchbeast {
+
+// The queue or batcher was closed, before or while the caller waited.
+class ClosedError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+using Milliseconds = std::chrono::milliseconds;
+
+// Nests go in, each with some columns along the batch dimension; batches of columns come out, in
+// order. A batch may hold parts of several nests, and a nest may be parted between batches.
+//
+// Any number of threads may call any method. close() wakes all who wait.
+class BatchingQueue {
+ public:
+  struct Options {
+    int64_t batch_dim = 1;
+    int64_t minimum_batch_size = 1;  // columns
+    int64_t maximum_batch_size = 1024;
+    std::optional<int64_t> timeout_ms;          // then batches below the minimum come out too
+    std::optional<int64_t> maximum_queue_size;  // columns; more make producers wait
+  };
+
+  // Batches take their memory from `pool`. `hand_over` allows a nest that makes up a whole batch
+  // and is the queue's own to be that batch, without a copy.
+  //
+  // Throws std::invalid_argument for options that make no sense.
+  BatchingQueue(Options options, std::shared_ptr<MemoryPool> pool, bool hand_over = true);
+
+  // Add a nest; blocks while the queue is full. `owned` says that nobody else will touch its
+  // memory. Throws std::invalid_argument as count_columns does, ClosedError when closed, and also
+  // when *cancelled is true after a wake().
+  void enqueue(Nest<Array> nest, bool owned = false, const std::atomic<bool>* cancelled = nullptr);
+
+  // Blocks for a batch; nullopt once closed, whatever is left then.
+  std::optional<Nest<Array>> dequeue();
+
+  // Never blocks. Throws std::runtime_error the second time.
+  void close();
+  bool is_closed() const;
+
+  // Columns that wait.
+  int64_t size() const;
+
+  // Have `callback` called by close(), or at once if it is closed already.
+  void on_close(std::function<void()> callback);
+
+  // Have those who wait look at their `cancelled`.
+  void wake();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  struct Item {
+    Nest<Array> nest;
+    int64_t columns;
+    int64_t begin;  // columns before it have been taken
+    bool owned;
+    Clock::time_point arrival;
+  };
+
+  bool wait_for_batch(std::unique_lock<std::mutex>& lock);
+  std::vector<Item> take();
+
+  const Options options_;
+  const std::shared_ptr<MemoryPool> pool_;
+  const bool hand_over_;
+
+  mutable std::mutex mutex_;  // guards what follows
+  std::condition_variable filled_;
+  std::condition_variable emptied_;
+  std::deque<Item> items_;
+  int64_t columns_ = 0;
+  bool closed_ = false;
+  std::vector<std::function<void()>> callbacks_;
+};
+
+// Throws std::invalid_argument for sizes that make no sense; both kinds of queue have them.
+void check_batch_sizes(int64_t batch_dim, int64_t minimum_batch_size, int64_t maximum_batch_size,
+                       std::optional<int64_t> timeout_ms);
+
+}  // namespace torchbeast

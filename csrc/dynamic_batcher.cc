@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "dynamic_batcher.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "batching_queue.h"
+
+namespace torchbeast {
+
+DynamicBatcher::DynamicBatcher(Options options, std::shared_ptr<MemoryPool> pool)
+    : options_(options), pool_(std::move(pool)) {
+  check_batch_sizes(options_.batch_dim, options_.minimum_batch_size, options_.maximum_batch_size,
+                    options_.timeout_ms);
+}
+
+Nest<Array> DynamicBatcher::compute(Nest<Array> inputs, const std::atomic<bool>* cancelled) {
+  const int64_t columns = count_columns(inputs, static_cast<size_t>(options_.batch_dim));
+  if (columns == 0) throw std::invalid_argument("the inputs have no columns");
+  if (columns > options_.maximum_batch_size) {
+    throw std::invalid_argument("inputs of " + std::to_string(columns) +
+                                " columns do not fit into a batch: maximum_batch_size is " +
+                                std::to_string(options_.maximum_batch_size));
+  }
+  auto call = std::make_shared<Call>();
+  call->inputs = std::move(inputs);
+  call->columns = columns;
+  {
+    std::unique_lock lock(mutex_);
+    if (!closed_) {
+      call->arrival = Clock::now();
+      pending_.push_back(call);
+      waiting_.insert(call);
+      columns_ += columns;
+      filled_.notify_one();
+      call->answered.wait(
+          lock, [&] { return call->done || closed_ || (cancelled != nullptr && *cancelled); });
+      forget(call);
+    }
+    if (!call->done) throw ClosedError("the batcher is closed");
+  }
+  if (call->error) std::rethrow_exception(call->error);
+  return std::move(call->outputs);
+}
+
+// Requires mutex_.
+void DynamicBatcher::forget(const std::shared_ptr<Call>& call) {
+  waiting_.erase(call);
+  const auto found = std::find(pending_.begin(), pending_.end(), call);
+  if (found != pending_.end()) {
+    columns_ -= call->columns;
+    pending_.erase(found);
+  }
+}
+
+std::unique_ptr<Batch> DynamicBatcher::next() {
+  while (true) {
+    Calls calls;
+    bool more;
+    {
+      std::unique_lock lock(mutex_);
+      if (!wait_for_calls(lock)) return nullptr;
+      calls = take();
+      more = columns_ > 0;  // too few too: somebody must wait for their timeout
+    }
+    if (more) filled_.notify_one();
+
+    // Outside the lock: copies take long, and what frees a Python array may wait for the GIL.
+    std::vector<NestColumns> parts;
+    for (const auto& call : calls) {
+      parts.push_back({std::move(call->inputs), 0, call->columns});
+    }
+    try {
+      Nest<Array> inputs = join_columns(parts, static_cast<size_t>(options_.batch_dim), *pool_);
+      return std::make_unique<Batch>(shared_from_this(), std::move(calls), std::move(inputs));
+    } catch (const std::invalid_argument&) {
+      fail(calls, std::current_exception());  // it is the callers' error, not that of who iterates
+    }
+  }
+}
+
+// Returns false once closed. Requires mutex_.
+bool DynamicBatcher::wait_for_calls(std::unique_lock<std::mutex>& lock) {
+  const auto ready = [&] { return closed_ || columns_ >= options_.minimum_batch_size; };
+  while (!ready()) {
+    if (pending_.empty() || !options_.timeout_ms) {
+      filled_.wait(lock);
+      continue;
+    }
+    const auto deadline = pending_.front()->arrival + Milliseconds(*options_.timeout_ms);
+    if (Clock::now() >= deadline) break;
+    filled_.wait_until(lock, deadline);
+  }
+  return !closed_;
+}
+
+// Takes as many whole calls as fit. Requires mutex_.
+DynamicBatcher::Calls DynamicBatcher::take() {
+  Calls calls;
+  int64_t space = options_.maximum_batch_size;
+  while (!pending_.empty() && pending_.front()->columns <= space) {
+    space -= pending_.front()->columns;
+    columns_ -= pending_.front()->columns;
+    calls.push_back(std::move(pending_.front()));
+    pending_.pop_front();
+  }
+  return calls;
+}
+
+void DynamicBatcher::answer(const Calls& calls, std::vector<Nest<Array>> outputs) {
+  std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < calls.size(); ++i) {
+    calls[i]->outputs = std::move(outputs[i]);
+    calls[i]->done = true;
+    calls[i]->answered.notify_one();
+  }
+}
+
+void DynamicBatcher::fail(const Calls& calls, std::exception_ptr error) {
+  std::lock_guard lock(mutex_);
+  if (closed_) return;  // which is what they are about to be told
+  for (const auto& call : calls) {
+    call->error = error;
+    call->done = true;
+    call->answered.notify_one();
+  }
+}
+
+void DynamicBatcher::close() {
+  std::vector<std::function<void()>> callbacks;
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) throw std::runtime_error("the batcher is closed already");
+    closed_ = true;
+    for (const auto& call : waiting_) call->answered.notify_one();
+    callbacks.swap(callbacks_);
+  }
+  filled_.notify_all();
+  for (const auto& callback : callbacks) callback();
+}
+
+bool DynamicBatcher::is_closed() const {
+  std::lock_guard lock(mutex_);
+  return closed_;
+}
+
+int64_t DynamicBatcher::size() const {
+  std::lock_guard lock(mutex_);
+  return columns_;
+}
+
+void DynamicBatcher::on_close(std::function<void()> callback) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!closed_) {
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
+  }
+  callback();
+}
+
+void DynamicBatcher::wake() {
+  std::lock_guard lock(mutex_);
+  for (const auto& call : waiting_) call->answered.notify_one();
+}
+
+Batch::Batch(std::shared_ptr<DynamicBatcher> batcher, DynamicBatcher::Calls calls,
+             Nest<Array> inputs)
+    : batcher_(std::move(batcher)), calls_(std::move(calls)), inputs_(std::move(inputs)) {}
+
+Batch::~Batch() {
+  if (!answered_) {
+    batcher_->fail(calls_, std::make_exception_ptr(
+                               AsyncError("the batch was dropped before its outputs were set")));
+  }
+}
+
+void Batch::set_outputs(const Nest<Array>& outputs) {
+  if (answered_) throw std::runtime_error("the outputs of this batch are set already");
+  const auto batch_dim = static_cast<size_t>(batcher_->options_.batch_dim);
+  int64_t expected = 0;
+  for (const auto& call : calls_) expected += call->columns;
+  const int64_t columns = count_columns(outputs, batch_dim);
+  if (columns != expected) {
+    throw std::invalid_argument("the outputs have " + std::to_string(columns) +
+                                " columns along dimension " + std::to_string(batch_dim) +
+                                ", but the batch has " + std::to_string(expected));
+  }
+  std::vector<Nest<Array>> parts;
+  int64_t begin = 0;
+  for (const auto& call : calls_) {
+    // Callers keep their part for long, so it holds nobody else's memory.
+    parts.push_back(
+        join_columns({{outputs, begin, begin + call->columns}}, batch_dim, *batcher_->pool_));
+    begin += call->columns;
+  }
+  if (answered_.exchange(true)) {
+    throw std::runtime_error("the outputs of this batch are set already");
+  }
+  batcher_->answer(calls_, std::move(parts));
+}
+
+}  // namespace torchbeast

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "env_stream.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "wire.h"
+
+namespace torchbeast {
+
+namespace {
+
+constexpr auto kPatience = std::chrono::milliseconds(200);  // until a cancelled wait is noticed
+
+std::shared_ptr<grpc::Channel> make_channel(const std::string& address) {
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
+  arguments.SetMaxSendMessageSize(kMaxMessageBytes);
+  // A peer that was unplugged or stopped says nothing: ask it, and give it up if it is silent.
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  arguments.SetInt(GRPC_ARG_HTTP2_MIN_SENT_PING_INTERVAL_WITHOUT_DATA_MS, 5'000);
+  // Quick to notice that a server is back; how often we try is the caller's business.
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1'000);
+  // Each stream has a connection of its own, even to the same server.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+}
+
+std::string seconds(std::chrono::duration<double> duration) {
+  std::string text = std::to_string(duration.count());
+  return text.substr(0, text.find('.') + 2) + " s";
+}
+
+}  // namespace
+
+EnvStream::EnvStream(std::string address, const Wishes& wishes)
+    : address_(std::move(address)), channel_(make_channel(address_)) {
+  if (wishes.num_envs) context_.AddMetadata("num-envs", std::to_string(*wishes.num_envs));
+  if (!wishes.seed.empty()) context_.AddMetadata("seed", wishes.seed);
+  if (wishes.newest_frame_only) context_.AddMetadata("newest-frame-only", "1");
+  if (wishes.truncated_rows) context_.AddMetadata("truncated-rows", "1");
+}
+
+EnvStream::~EnvStream() {
+  if (stream_) {
+    context_.TryCancel();
+    stream_->Finish();
+  }
+}
+
+const rpcenv::Step& EnvStream::open(std::chrono::duration<double> timeout) {
+  const auto deadline = Clock::now() + timeout;
+  while (!channel_->WaitForConnected(std::chrono::system_clock::now() + kPatience)) {
+    if (cancelled_) throw ConnectionError("cancelled");
+    if (Clock::now() > deadline) {
+      throw TimeoutError("no environment server at " + address_ + " within " + seconds(timeout));
+    }
+  }
+  stream_ = rpcenv::RPCEnvServer::NewStub(channel_)->StreamingEnv(&context_);
+  begin_wait(timeout);  // it makes its environments now
+  read();
+  if (!step_.has_handshake()) {
+    throw ConnectionError("the environment server at " + address_ + " sent no handshake");
+  }
+  const rpcenv::Handshake& handshake = step_.handshake();
+  if (handshake.protocol_version() != kProtocolVersion) {
+    throw ConnectionError("refused: the environment server at " + address_ +
+                          " speaks protocol version " +
+                          std::to_string(handshake.protocol_version()) + ", but this learner " +
+                          std::to_string(kProtocolVersion) + ": update the older one");
+  }
+  if (handshake.num_envs() < 1 || handshake.num_envs() > kMaxMessageBytes) {
+    throw ConnectionError("refused: the environment server at " + address_ + " has " +
+                          std::to_string(handshake.num_envs()) + " environments a stream");
+  }
+  return step_;
+}
+
+void EnvStream::limit(std::chrono::duration<double> timeout) {
+  context_.set_deadline(std::chrono::system_clock::now() +
+                        std::chrono::duration_cast<std::chrono::milliseconds>(timeout));
+}
+
+void EnvStream::write(const Nest<Array>& action, std::chrono::duration<double> timeout) {
+  // On the wire there is no time dimension.
+  encode(action.map([](const Array& array) {
+    return Array{array.dtype, Shape(array.shape.begin() + 1, array.shape.end()), array.data};
+  }),
+         action_.mutable_action());
+  begin_wait(timeout);
+  if (!stream_->Write(action_)) fail();
+}
+
+const rpcenv::Step& EnvStream::read() {
+  if (!stream_->Read(&step_)) fail();
+  deadline_ = 0;
+  if (!step_.error().empty()) {
+    throw ConnectionError("the environment server at " + address_ + " says: " + step_.error());
+  }
+  return step_;
+}
+
+void EnvStream::cancel() {
+  cancelled_ = true;
+  context_.TryCancel();
+}
+
+void EnvStream::begin_wait(std::chrono::duration<double> timeout) {
+  const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout);
+  deadline_ = end.time_since_epoch().count();
+}
+
+void EnvStream::cancel_if_late() {
+  const Clock::rep deadline = deadline_;
+  if (deadline != 0 && Clock::now().time_since_epoch().count() > deadline) {
+    late_ = true;
+    context_.TryCancel();
+  }
+}
+
+void EnvStream::fail() {
+  deadline_ = 0;
+  const grpc::Status status = stream_->Finish();
+  stream_.reset();
+  if (late_) {
+    throw ConnectionError("the environment server at " + address_ + " hangs: it took too long");
+  }
+  if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) {
+    throw TimeoutError("the environment server at " + address_ + " did not answer in time");
+  }
+  std::string reason = status.error_message();
+  if (reason.empty()) reason = "it ended the stream";
+  throw ConnectionError("the environment server at " + address_ + " was lost: " + reason);
+}
+
+}  // namespace torchbeast

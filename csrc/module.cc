@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0
+// The module libtorchbeast._C: bindings only.
+//
+// Whatever can wait gives up the GIL first, and holds no Python object by value meanwhile.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "actor_pool.h"
+#include "batching_queue.h"
+#include "dynamic_batcher.h"
+#include "env_stream.h"
+#include "python_arrays.h"
+
+namespace py = pybind11;
+
+namespace torchbeast {
+namespace {
+
+using NoGil = py::gil_scoped_release;
+
+// Memory that GPUs copy from by themselves; torch allocates it.
+MemoryPool::Block allocate_pinned(size_t num_bytes) {
+  py::gil_scoped_acquire gil;
+  const py::module_ torch = py::module_::import("torch");
+  auto* tensor = new py::object(torch.attr("empty")(
+      num_bytes, py::arg("dtype") = torch.attr("uint8"), py::arg("pin_memory") = true));
+  auto* pointer = reinterpret_cast<std::byte*>(tensor->attr("data_ptr")().cast<uintptr_t>());
+  return MemoryPool::Block(pointer, [tensor](std::byte*) {
+    py::gil_scoped_acquire gil;
+    delete tensor;
+  });
+}
+
+std::shared_ptr<BatchingQueue> make_queue(int64_t batch_dim, int64_t minimum_batch_size,
+                                          int64_t maximum_batch_size,
+                                          std::optional<int64_t> timeout_ms, bool,
+                                          std::optional<int64_t> maximum_queue_size,
+                                          bool pin_memory) {
+  auto pool = std::make_shared<MemoryPool>(pin_memory ? allocate_pinned : MemoryPool::Allocator());
+  return std::make_shared<BatchingQueue>(
+      BatchingQueue::Options{batch_dim, minimum_batch_size, maximum_batch_size, timeout_ms,
+                             maximum_queue_size},
+      std::move(pool), !pin_memory);
+}
+
+void enqueue(BatchingQueue& queue, py::handle nest) {
+  Nest<Array> arrays = from_python(nest);
+  NoGil no_gil;
+  queue.enqueue(std::move(arrays));
+}
+
+py::object dequeue(BatchingQueue& queue) {
+  std::optional<Nest<Array>> batch;
+  {
+    NoGil no_gil;
+    batch = queue.dequeue();
+  }
+  if (!batch) throw py::stop_iteration();
+  return to_python(*batch);
+}
+
+std::shared_ptr<DynamicBatcher> make_batcher(int64_t batch_dim, int64_t minimum_batch_size,
+                                             int64_t maximum_batch_size,
+                                             std::optional<int64_t> timeout_ms, bool) {
+  return std::make_shared<DynamicBatcher>(
+      DynamicBatcher::Options{batch_dim, minimum_batch_size, maximum_batch_size, timeout_ms},
+      std::make_shared<MemoryPool>());
+}
+
+py::object compute(DynamicBatcher& batcher, py::handle inputs) {
+  Nest<Array> arrays = from_python(inputs);
+  {
+    NoGil no_gil;
+    arrays = batcher.compute(std::move(arrays));
+  }
+  return to_python(arrays);
+}
+
+std::unique_ptr<Batch> next_batch(DynamicBatcher& batcher) {
+  std::unique_ptr<Batch> batch;
+  {
+    NoGil no_gil;
+    batch = batcher.next();
+  }
+  if (!batch) throw py::stop_iteration();
+  return batch;
+}
+
+void set_outputs(Batch& batch, py::handle outputs) {
+  const Nest<Array> arrays = from_python(outputs);
+  NoGil no_gil;
+  batch.set_outputs(arrays);
+}
+
+std::shared_ptr<ActorPool> make_actor_pool(
+    int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
+    std::shared_ptr<DynamicBatcher> inference_batcher,
+    std::vector<std::string> env_server_addresses, py::handle initial_agent_state,
+    bool dict_outputs, std::optional<int64_t> num_envs,
+    std::optional<std::vector<std::string>> seeds, bool newest_frame_only, bool reconnect,
+    std::optional<std::string> spaces, double connect_timeout_s, double step_timeout_s) {
+  return std::make_shared<ActorPool>(
+      unroll_length, std::move(learner_queue), std::move(inference_batcher),
+      std::move(env_server_addresses), from_python(initial_agent_state),
+      ActorPool::Options{dict_outputs, num_envs, seeds.value_or(std::vector<std::string>()),
+                         newest_frame_only, reconnect, spaces, connect_timeout_s, step_timeout_s});
+}
+
+py::str next_event(ActorPool& pool) {
+  std::optional<std::string> event;
+  {
+    NoGil no_gil;
+    event = pool.next_event();
+  }
+  if (!event) throw py::stop_iteration();
+  return py::str(*event);
+}
+
+py::dict query_server(const std::string& address, std::optional<int64_t> num_envs,
+                      double timeout_s) {
+  rpcenv::Handshake handshake;
+  {
+    NoGil no_gil;
+    EnvStream stream(address, Wishes{num_envs, "", false, false});
+    const std::chrono::duration<double> timeout(timeout_s);
+    stream.limit(timeout);
+    handshake = stream.open(timeout).handshake();
+  }
+  py::dict result;
+  result["protocol_version"] = handshake.protocol_version();
+  result["num_envs"] = handshake.num_envs();
+  result["spaces"] = handshake.spaces();
+  result["stack_size"] = handshake.stack_size();
+  return result;
+}
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "PolyBeast's core: queues, dynamic batching, actors.";
+
+  py::register_exception<ClosedError>(m, "ClosedBatchingQueue", PyExc_RuntimeError);
+  py::register_exception<AsyncError>(m, "AsyncError", PyExc_RuntimeError);
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const TimeoutError& e) {
+      py::set_error(PyExc_TimeoutError, e.what());
+    } catch (const ConnectionError& e) {
+      py::set_error(PyExc_ConnectionError, e.what());
+    }
+  });
+
+  py::class_<BatchingQueue, std::shared_ptr<BatchingQueue>>(
+      m, "BatchingQueue",
+      "A queue of nests of arrays that gives out batches: iterate over it. Sizes count columns "
+      "along batch_dim. check_inputs is there for old code: inputs are always checked.")
+      .def(py::init(&make_queue), py::arg("batch_dim") = 1, py::arg("minimum_batch_size") = 1,
+           py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = py::none(),
+           py::arg("check_inputs") = true, py::arg("maximum_queue_size") = py::none(),
+           py::kw_only(), py::arg("pin_memory") = false)
+      .def("enqueue", &enqueue, py::arg("nest"),
+           "Add a nest of tensors [..., columns, ...]; waits while the queue is full. Raises "
+           "ValueError for an empty nest or too few dimensions, ClosedBatchingQueue when closed.")
+      .def("close", &BatchingQueue::close, py::call_guard<NoGil>(),
+           "Wake and refuse all. Raises RuntimeError the second time.")
+      .def("is_closed", &BatchingQueue::is_closed, py::call_guard<NoGil>())
+      .def("size", &BatchingQueue::size, py::call_guard<NoGil>(), "Columns that wait.")
+      .def("__iter__", [](py::object self) { return self; })
+      .def("__next__", &dequeue, "The next batch: a nest of tensors, the caller's own.");
+
+  py::class_<DynamicBatcher, std::shared_ptr<DynamicBatcher>>(
+      m, "DynamicBatcher",
+      "Joins the calls of many threads into batches: iterate over it, and set the outputs of each. "
+      "Sizes count columns along batch_dim. check_outputs is there for old code: outputs are "
+      "always checked.")
+      .def(py::init(&make_batcher), py::arg("batch_dim") = 1, py::arg("minimum_batch_size") = 1,
+           py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = 100,
+           py::arg("check_outputs") = true)
+      .def("compute", &compute, py::arg("inputs"),
+           "Wait for the outputs of these inputs. Raises AsyncError if the batch was dropped, "
+           "ClosedBatchingQueue when closed.")
+      .def("close", &DynamicBatcher::close, py::call_guard<NoGil>(),
+           "Wake and refuse all. Raises RuntimeError the second time.")
+      .def("is_closed", &DynamicBatcher::is_closed, py::call_guard<NoGil>())
+      .def("size", &DynamicBatcher::size, py::call_guard<NoGil>(), "Columns that wait for a batch.")
+      .def("__iter__", [](py::object self) { return self; })
+      .def("__next__", &next_batch);
+
+  py::class_<Batch>(m, "Batch", "Inputs of several callers.")
+      .def(
+          "get_inputs", [](const Batch& batch) { return to_python(batch.inputs()); },
+          "Nest of tensors, joined along batch_dim.")
+      .def("set_outputs", &set_outputs, py::arg("outputs"),
+           "Answer the callers. Raises RuntimeError the second time, ValueError for too few "
+           "dimensions or another batch size.");
+
+  py::class_<ActorPool, std::shared_ptr<ActorPool>>(
+      m, "ActorPool",
+      "Actors: one thread a stream, that is, for each entry of env_server_addresses.\n\n"
+      "The batcher gets ((frame, reward, done, episode_step, episode_return), agent_state), all "
+      "[1, N, ...], and must answer ((action, ...), agent_state). The queue gets ((env outputs, "
+      "agent outputs), initial_agent_state), the outputs [T + 1, N, ...].\n\n"
+      "dict_outputs: env outputs are a dict of all keys of a row (see environment.py), agent "
+      "outputs one with an action. num_envs: N to ask for. seeds: one a stream, of ints separated "
+      "by commas. newest_frame_only: have stacked frames sent one by one. reconnect: a server that "
+      "is lost ends only its rollout. spaces: what the handshakes must say.")
+      .def(py::init(&make_actor_pool), py::arg("unroll_length"), py::arg("learner_queue"),
+           py::arg("inference_batcher"), py::arg("env_server_addresses"),
+           py::arg("initial_agent_state"), py::kw_only(), py::arg("dict_outputs") = false,
+           py::arg("num_envs") = py::none(), py::arg("seeds") = py::none(),
+           py::arg("newest_frame_only") = false, py::arg("reconnect") = false,
+           py::arg("spaces") = py::none(), py::arg("connect_timeout_s") = 60.0,
+           py::arg("step_timeout_s") = 300.0)
+      .def(
+          "run", &ActorPool::run, py::call_guard<NoGil>(),
+          "Blocks until the queue or the batcher is closed. Raises the first failure: TimeoutError "
+          "or ConnectionError where servers cannot be reached or are lost.")
+      .def("count", &ActorPool::count, "Environment steps so far.")
+      .def("num_connected", &ActorPool::num_connected, "Streams that have a server now.")
+      .def("num_reconnects", &ActorPool::num_reconnects)
+      .def("next_event", &next_event,
+           "Wait for the next thing that happened to a server, in words. Raises StopIteration "
+           "after the end of run().");
+
+  m.def("query_server", &query_server, py::arg("address"), py::arg("num_envs") = py::none(),
+        py::arg("timeout_s") = 60.0,
+        "What the server at this address says of itself: a dict of protocol_version, num_envs, "
+        "spaces, stack_size. Raises TimeoutError, ConnectionError.");
+}
+
+}  // namespace
+}  // namespace torchbeast

@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "python_arrays.h"
+
+#include <pybind11/gil_safe_call_once.h>
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "dlpack.h"
+
+namespace py = pybind11;
+
+namespace torchbeast {
+
+namespace {
+
+struct Dtypes {
+  DType dtype;
+  dlpack::DataType type;
+};
+
+constexpr Dtypes kDtypes[] = {
+    {DType::kBool, {dlpack::kBool, 8, 1}},       {DType::kUInt8, {dlpack::kUInt, 8, 1}},
+    {DType::kUInt16, {dlpack::kUInt, 16, 1}},    {DType::kUInt32, {dlpack::kUInt, 32, 1}},
+    {DType::kUInt64, {dlpack::kUInt, 64, 1}},    {DType::kInt8, {dlpack::kInt, 8, 1}},
+    {DType::kInt16, {dlpack::kInt, 16, 1}},      {DType::kInt32, {dlpack::kInt, 32, 1}},
+    {DType::kInt64, {dlpack::kInt, 64, 1}},      {DType::kFloat16, {dlpack::kFloat, 16, 1}},
+    {DType::kFloat32, {dlpack::kFloat, 32, 1}},  {DType::kFloat64, {dlpack::kFloat, 64, 1}},
+    {DType::kBFloat16, {dlpack::kBfloat, 16, 1}}};
+
+// Torch's functions, imported once: a module's attributes are slow to look up.
+struct Torch {
+  py::object tensor_type;
+  py::object to_dlpack;
+  py::object from_dlpack;
+};
+
+const Torch& torch() {
+  // Not a static of C++, whose lock would be held while the import waits for the GIL.
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Torch> functions;
+  return functions
+      .call_once_and_store_result([] {
+        const py::module_ module = py::module_::import("torch");
+        const py::module_ dlpack = py::module_::import("torch.utils.dlpack");
+        return Torch{module.attr("Tensor"), dlpack.attr("to_dlpack"), dlpack.attr("from_dlpack")};
+      })
+      .get_stored();
+}
+
+py::object export_dlpack(py::handle object) {
+  if (!py::isinstance(object, torch().tensor_type)) {
+    if (!py::hasattr(object, "__dlpack__")) {
+      throw py::type_error("a leaf should be a tensor, but is " +
+                           std::string(py::str(py::type::of(object))));
+    }
+    return object.attr("__dlpack__")();
+  }
+  if (object.attr("requires_grad").cast<bool>()) {
+    return torch().to_dlpack(object.attr("detach")());
+  }
+  return torch().to_dlpack(object);
+}
+
+Array import_dlpack(py::handle object) {
+  const py::object capsule = export_dlpack(object);
+  auto* managed =
+      static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+  if (managed == nullptr) throw py::error_already_set();
+  // From here on the tensor is ours to free.
+  PyCapsule_SetName(capsule.ptr(), "used_dltensor");
+  const std::shared_ptr<dlpack::ManagedTensor> owner(managed, [](dlpack::ManagedTensor* tensor) {
+    if (tensor->deleter != nullptr) tensor->deleter(tensor);
+  });
+
+  const dlpack::Tensor& tensor = managed->tensor;
+  if (tensor.device.type != dlpack::kCPU && tensor.device.type != dlpack::kCUDAHost) {
+    throw py::value_error("a tensor is on another device than the CPU; call .cpu() on it");
+  }
+  const Dtypes* found = nullptr;
+  for (const Dtypes& entry : kDtypes) {
+    if (entry.type.code == tensor.dtype.code && entry.type.bits == tensor.dtype.bits &&
+        tensor.dtype.lanes == 1) {
+      found = &entry;
+    }
+  }
+  if (found == nullptr) throw py::value_error("a tensor has a dtype that is not supported");
+
+  const Shape shape(tensor.shape, tensor.shape + tensor.ndim);
+  auto* data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+  Array array{found->dtype, shape, MemoryPool::Block(owner, data)};
+  if (tensor.strides != nullptr) {
+    const std::vector<int64_t> strides(tensor.strides, tensor.strides + tensor.ndim);
+    int64_t expected = 1;
+    bool c_order = true;
+    for (size_t d = shape.size(); d-- > 0;) {
+      c_order = c_order && (shape[d] == 1 || strides[d] == expected);
+      expected *= shape[d];
+    }
+    if (!c_order && expected > 0) {
+      static const auto* const pool = new auto(std::make_shared<MemoryPool>());
+      return copy_strided(found->dtype, shape, strides, data, **pool);
+    }
+  }
+  return array;
+}
+
+// What a tensor that we give out keeps alive.
+struct Export {
+  dlpack::ManagedTensor managed;
+  Array array;
+  std::vector<int64_t> strides;
+};
+
+py::object export_array(const Array& array) {
+  auto* exported = new Export{{}, array, std::vector<int64_t>(array.shape.size())};
+  int64_t stride = 1;
+  for (size_t d = array.shape.size(); d-- > 0;) {
+    exported->strides[d] = stride;
+    stride *= std::max<int64_t>(array.shape[d], 1);
+  }
+  dlpack::ManagedTensor& managed = exported->managed;
+  managed.tensor.data = array.data.get();
+  managed.tensor.device = {dlpack::kCPU, 0};
+  managed.tensor.ndim = static_cast<int32_t>(array.shape.size());
+  managed.tensor.dtype = kDtypes[static_cast<size_t>(array.dtype)].type;
+  managed.tensor.shape = exported->array.shape.data();
+  managed.tensor.strides = exported->strides.data();
+  managed.context = exported;
+  managed.deleter = [](dlpack::ManagedTensor* tensor) {
+    delete static_cast<Export*>(tensor->context);
+  };
+  const py::object capsule =
+      py::reinterpret_steal<py::object>(PyCapsule_New(&managed, "dltensor", [](PyObject* unused) {
+        if (PyCapsule_IsValid(unused, "dltensor")) {
+          auto* tensor =
+              static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(unused, "dltensor"));
+          tensor->deleter(tensor);
+        }
+      }));
+  if (!capsule) {
+    delete exported;
+    throw py::error_already_set();
+  }
+  return torch().from_dlpack(capsule);
+}
+
+}  // namespace
+
+Nest<Array> from_python(py::handle nest) {
+  if (py::isinstance<py::tuple>(nest) || py::isinstance<py::list>(nest)) {
+    Nest<Array>::Tuple tuple;
+    for (py::handle item : nest) tuple.push_back(from_python(item));
+    return tuple;
+  }
+  if (py::isinstance<py::dict>(nest)) {
+    Nest<Array>::Dict dict;
+    for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(nest)) {
+      if (!py::isinstance<py::str>(key)) {
+        throw py::type_error("the keys of a nest must be strings");
+      }
+      dict.emplace(py::cast<std::string>(key), from_python(value));
+    }
+    return dict;
+  }
+  return import_dlpack(nest);
+}
+
+py::object to_python(const Nest<Array>& nest) {
+  if (nest.is_leaf()) return export_array(nest.leaf());
+  if (nest.is_tuple()) {
+    py::tuple tuple(nest.tuple().size());
+    for (size_t i = 0; i < nest.tuple().size(); ++i) tuple[i] = to_python(nest.tuple()[i]);
+    return tuple;
+  }
+  py::dict dict;
+  for (const auto& [key, value] : nest.dict()) dict[py::str(key)] = to_python(value);
+  return dict;
+}
+
+}  // namespace torchbeast

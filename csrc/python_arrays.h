@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// Between Python's tensors and our arrays, by DLPack. All of it needs the GIL.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "array.h"
+#include "nest.h"
+
+namespace torchbeast {
+
+// Arrays on the memory of torch tensors (or of what else has __dlpack__, as NumPy's arrays do) in a
+// nest of tuples, lists and dicts. Tensors that are not in C order are copied; gradients do not
+// follow. Raises TypeError for other leaves, ValueError for other devices and dtypes.
+Nest<Array> from_python(pybind11::handle nest);
+
+// Torch tensors that share the memory of the arrays.
+pybind11::object to_python(const Nest<Array>& nest);
+
+}  // namespace torchbeast

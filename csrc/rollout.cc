@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "rollout.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "wire.h"
+
+namespace torchbeast {
+
+namespace {
+
+// Copy `row`, [N, ...] or [1, N, ...], to row t of `buffer`, [T + 1, N, ...].
+void copy_row(const Array& row, const Array& buffer, int64_t t) {
+  const size_t num_bytes = row.num_bytes();
+  if (num_bytes > 0) {
+    std::memcpy(buffer.data.get() + static_cast<size_t>(t) * num_bytes, row.data.get(), num_bytes);
+  }
+}
+
+// Whether `row` fits into `buffer` behind so many leading dimensions of its own.
+bool fits(const Array& row, const Array& buffer, size_t leading) {
+  return row.dtype == buffer.dtype && row.shape.size() + 1 == buffer.shape.size() + leading &&
+         std::equal(row.shape.begin() + static_cast<int64_t>(leading), row.shape.end(),
+                    buffer.shape.begin() + 1, buffer.shape.end());
+}
+
+}  // namespace
+
+Rollout::Rollout(int64_t unroll_length, bool dict_outputs, const rpcenv::Step& first,
+                 std::shared_ptr<MemoryPool> pool)
+    : unroll_length_(unroll_length),
+      dict_outputs_(dict_outputs),
+      num_envs_(first.handshake().num_envs()),
+      stack_size_(first.handshake().stack_size()),
+      pool_(std::move(pool)) {
+  Nest<Array>::Dict row = decode_row(first, num_envs_);
+  if (stack_size_ > 0) {
+    row.at("frame").leaf().shape = stacked_shape(first, num_envs_, stack_size_);
+  }
+  for (const auto& [key, nest] : row) {
+    rows_.emplace(key, nest.map([&](const Array& array) {
+      Shape shape = array.shape;
+      shape.insert(shape.begin(), unroll_length_ + 1);
+      return make_array(array.dtype, std::move(shape), *pool_);
+    }));
+  }
+  set_env_outputs(0, first);
+}
+
+Nest<Array> Rollout::arrange(const Nest<Array>::Dict& rows) const {
+  if (dict_outputs_) return rows;
+  return Nest<Array>::Tuple{rows.at("frame"), rows.at("reward"), rows.at("done"),
+                            rows.at("episode_step"), rows.at("episode_return")};
+}
+
+Nest<Array> Rollout::env_outputs(int64_t t) const {
+  return arrange(rows_).map([&](const Array& buffer) { return buffer.row(t); });
+}
+
+void Rollout::set_env_outputs(int64_t t, const rpcenv::Step& step) {
+  Nest<Array>::Dict row = decode_row(step, num_envs_);
+  for (const auto& [key, buffers] : rows_) {
+    const Nest<Array>& nest = row.at(key);
+    if (!nest.same_structure(buffers)) {
+      throw WireError("the structure of the observation has changed");
+    }
+    if (stack_size_ > 0 && key == "frame") {
+      std::optional<Array> previous;
+      if (t > 0) previous = buffers.leaf().row(t - 1);
+      restack(step, nest.leaf(), stack_size_, previous ? &*previous : nullptr,
+              buffers.leaf().row(t));
+      continue;
+    }
+    const std::vector<Array> arrays = nest.flatten();
+    size_t i = 0;
+    buffers.for_each([&](const Array& buffer) {
+      const Array& array = arrays[i++];
+      if (!fits(array, buffer, 0)) {
+        throw WireError("an observation was " + buffer.row(0).description() + " and is now " +
+                        array.description());
+      }
+      copy_row(array, buffer, t);
+    });
+  }
+}
+
+void Rollout::set_agent_outputs(int64_t t, const Nest<Array>& outputs) {
+  if (!agent_outputs_) {
+    agent_outputs_ = outputs.map([&](const Array& array) {
+      Shape shape = array.shape;
+      if (shape.size() < 2 || shape[0] != 1 || shape[1] != num_envs_) {
+        throw std::invalid_argument("an output of the agent is " + array.description() +
+                                    ", but should be [1, " + std::to_string(num_envs_) + ", ...]");
+      }
+      shape[0] = unroll_length_ + 1;
+      Array buffer = make_array(array.dtype, std::move(shape), *pool_);
+      std::memset(buffer.data.get(), 0, array.num_bytes());
+      return buffer;
+    });
+  }
+  if (!outputs.same_structure(*agent_outputs_)) {
+    throw std::invalid_argument("the structure of the agent's outputs has changed");
+  }
+  const std::vector<Array> arrays = outputs.flatten();
+  size_t i = 0;
+  agent_outputs_->for_each([&](const Array& buffer) {
+    const Array& array = arrays[i++];
+    if (array.shape.empty() || array.shape[0] != 1 || !fits(array, buffer, 1)) {
+      throw std::invalid_argument("an output of the agent was " + buffer.row(0).description() +
+                                  " and is now " + array.description());
+    }
+    copy_row(array, buffer, t);
+  });
+}
+
+Nest<Array> Rollout::make_buffers(const Nest<Array>& rows) const {
+  return rows.map([&](const Array& old) {
+    Array buffer = make_array(old.dtype, old.shape, *pool_);
+    copy_row(old.row(unroll_length_), buffer, 0);
+    return buffer;
+  });
+}
+
+Nest<Array> Rollout::finish() {
+  Nest<Array> finished = Nest<Array>::Tuple{arrange(rows_), *agent_outputs_};
+  for (auto& [key, nest] : rows_) nest = make_buffers(nest);
+  agent_outputs_ = make_buffers(*agent_outputs_);
+  return finished;
+}
+
+}  // namespace torchbeast

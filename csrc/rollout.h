@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// The rollout that a stream is writing.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "array.h"
+#include "nest.h"
+#include "rpcenv.pb.h"
+
+namespace torchbeast {
+
+// T + 1 rows of N environments, each array [T + 1, N, ...] in memory of its own, which is written
+// in place and handed on as it is. One thread.
+class Rollout {
+ public:
+  // With `dict_outputs`, env outputs are a dict by all keys of a row; else the tuple
+  // (frame, reward, done, episode_step, episode_return).
+  //
+  // `first` is the first message of the stream and makes row 0; its shapes hold from here on.
+  // Throws WireError, as set_env_outputs does.
+  Rollout(int64_t unroll_length, bool dict_outputs, const rpcenv::Step& first,
+          std::shared_ptr<MemoryPool> pool);
+
+  // Env outputs of row t, [1, N, ...]: views, to be read only.
+  Nest<Array> env_outputs(int64_t t) const;
+
+  // Throws WireError where the row is not like the first one.
+  void set_env_outputs(int64_t t, const rpcenv::Step& step);
+
+  // `outputs` are [1, N, ...], for t > 0. Throws std::invalid_argument where they are not, or are
+  // not like the first ones. In row 0 of the first rollout there are zeros.
+  void set_agent_outputs(int64_t t, const Nest<Array>& outputs);
+
+  // Return (env outputs, agent outputs) and begin the next rollout with the last row of this one.
+  Nest<Array> finish();
+
+  int64_t num_envs() const { return num_envs_; }
+
+ private:
+  Nest<Array> arrange(const Nest<Array>::Dict& rows) const;
+  Nest<Array> make_buffers(const Nest<Array>& rows) const;
+
+  const int64_t unroll_length_;
+  const bool dict_outputs_;
+  const int64_t num_envs_;
+  const int64_t stack_size_;  // 0: frames arrive whole
+  const std::shared_ptr<MemoryPool> pool_;
+  Nest<Array>::Dict rows_;
+  std::optional<Nest<Array>> agent_outputs_;
+};
+
+}  // namespace torchbeast

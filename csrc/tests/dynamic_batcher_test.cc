@@ -1,0 +1,392 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "dynamic_batcher.h"
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <vector>
+
+#include "batching_queue.h"
+#include "check.h"
+
+namespace torchbeast {
+namespace {
+
+using Arrays = Nest<Array>;
+using Threads = std::vector<std::unique_ptr<Thread>>;
+
+std::shared_ptr<DynamicBatcher> make(int64_t minimum, int64_t maximum,
+                                     std::optional<int64_t> timeout_ms = std::nullopt) {
+  return std::make_shared<DynamicBatcher>(DynamicBatcher::Options{1, minimum, maximum, timeout_ms},
+                                          new_pool());
+}
+
+Array columns(const Values& values) {
+  return int64_array({1, static_cast<int64_t>(values.size())}, values);
+}
+
+Arrays doubled(const Arrays& inputs) {
+  return inputs.map([](const Array& array) {
+    Values values = values_of(array);
+    for (int64_t& value : values) value *= 2;
+    return int64_array(array.shape, values);
+  });
+}
+
+// A caller that waits for columns of its own.
+class Caller {
+ public:
+  Caller(std::shared_ptr<DynamicBatcher> batcher, Values values)
+      : outputs_(std::make_shared<Values>()), thread_([batcher, values, outputs = outputs_] {
+          *outputs = values_of(batcher->compute(columns(values)).front());
+        }) {}
+
+  Values join() {
+    thread_.join();
+    return *outputs_;
+  }
+  bool is_blocked() const { return thread_.is_blocked(); }
+
+ private:
+  const std::shared_ptr<Values> outputs_;
+  Thread thread_;
+};
+
+// So that calls come in order.
+std::unique_ptr<Caller> call(const std::shared_ptr<DynamicBatcher>& batcher, const Values& values) {
+  const int64_t size = batcher->size();
+  auto caller = std::make_unique<Caller>(batcher, values);
+  wait_until([&] { return batcher->size() == size + static_cast<int64_t>(values.size()); });
+  return caller;
+}
+
+TEST(options_that_make_no_sense_are_refused) {
+  CHECK_THROWS(std::invalid_argument, make(0, 1));
+  CHECK_THROWS(std::invalid_argument, make(3, 2));
+  CHECK_THROWS(std::invalid_argument, make(1, 2, -1));
+  CHECK_THROWS(std::invalid_argument, DynamicBatcher({-1, 1, 1, std::nullopt}, new_pool()).size());
+}
+
+TEST(inputs_that_fit_into_no_batch_are_refused) {
+  const auto batcher = make(1, 2);
+  CHECK_THROWS(std::invalid_argument, batcher->compute(Arrays()));
+  CHECK_THROWS(std::invalid_argument, batcher->compute(int64_array({2}, {1, 2})));
+  CHECK_THROWS(std::invalid_argument, batcher->compute(columns({1, 2, 3})));
+  CHECK(batcher->size() == 0);
+}
+
+TEST(each_caller_gets_its_own_columns) {
+  const auto batcher = make(6, 8);
+  auto a = call(batcher, {1, 2, 3});
+  auto b = call(batcher, {4});
+  auto c = call(batcher, {5, 6});
+  const auto batch = batcher->next();
+  CHECK(batcher->size() == 0);
+  CHECK((values_of(batch->inputs().front()) == Values{1, 2, 3, 4, 5, 6}));
+  batch->set_outputs(doubled(batch->inputs()));
+  CHECK((a->join() == Values{2, 4, 6}));
+  CHECK((b->join() == Values{8}));
+  CHECK((c->join() == Values{10, 12}));
+}
+
+TEST(calls_are_never_parted) {
+  const auto batcher = make(1, 5);
+  auto a = call(batcher, {1, 2, 3});
+  auto b = call(batcher, {4, 5, 6});
+  auto c = call(batcher, {7, 8});
+  auto batch = batcher->next();
+  CHECK((values_of(batch->inputs().front()) == Values{1, 2, 3}));
+  batch->set_outputs(doubled(batch->inputs()));
+  CHECK(batcher->size() == 5);
+  batch = batcher->next();
+  CHECK((values_of(batch->inputs().front()) == Values{4, 5, 6, 7, 8}));
+  batch->set_outputs(doubled(batch->inputs()));
+  CHECK((a->join() == Values{2, 4, 6}));
+  CHECK((b->join() == Values{8, 10, 12}));
+  CHECK((c->join() == Values{14, 16}));
+}
+
+TEST(outputs_may_have_another_structure_and_an_empty_state) {
+  const auto batcher = make(1, 5);
+  Thread caller([&] {
+    const Arrays outputs = batcher->compute(Arrays::Tuple{columns({1, 2}), Arrays::Tuple{}});
+    CHECK((values_of(outputs.tuple().at(0).dict().at("x").leaf()) == Values{1, 2}));
+    CHECK(outputs.tuple().at(1).is_tuple() && outputs.tuple().at(1).empty());
+  });
+  const auto batch = batcher->next();
+  CHECK(batch->inputs().tuple().at(1).empty());
+  batch->set_outputs(
+      Arrays::Tuple{Arrays::Dict{{"x", batch->inputs().tuple().at(0)}}, Arrays::Tuple{}});
+  caller.join();
+}
+
+TEST(what_a_caller_gets_is_nobody_elses_memory) {
+  const auto batcher = make(2, 2);
+  Arrays first;
+  Arrays second;
+  Thread a([&] { first = batcher->compute(columns({1})); });
+  Thread b([&] { second = batcher->compute(columns({1})); });
+  const auto batch = batcher->next();
+  const Arrays outputs = doubled(batch->inputs());
+  batch->set_outputs(outputs);
+  a.join();
+  b.join();
+  std::memset(first.front().data.get(), 0, 8);
+  std::memset(outputs.front().data.get(), 0, 16);
+  CHECK((values_of(second.front()) == Values{2}));
+}
+
+TEST(next_waits_for_the_minimum) {
+  const auto batcher = make(3, 8);
+  auto a = call(batcher, {1, 2});
+  Thread server([&] {
+    const auto batch = batcher->next();
+    batch->set_outputs(doubled(batch->inputs()));
+  });
+  CHECK(server.is_blocked());
+  auto b = std::make_unique<Caller>(batcher, Values{3});
+  CHECK((a->join() == Values{2, 4}));
+  CHECK((b->join() == Values{6}));
+}
+
+TEST(after_the_timeout_a_batch_may_be_smaller) {
+  const auto batcher = make(3, 8, 10);
+  auto a = call(batcher, {1, 2});
+  const auto batch = batcher->next();
+  CHECK((values_of(batch->inputs().front()) == Values{1, 2}));
+  batch->set_outputs(batch->inputs());
+  CHECK((a->join() == Values{1, 2}));
+}
+
+TEST(calls_that_another_server_leaves_below_the_minimum_time_out_too) {
+  const auto batcher = make(3, 4, 10);
+  std::atomic<int> served{0};
+  std::atomic<bool> all_served{false};
+  Threads servers;
+  for (int i = 0; i < 2; ++i) {
+    servers.push_back(std::make_unique<Thread>([&] {
+      const auto batch = batcher->next();
+      ++served;
+      // The first one is busy until the other has its batch too.
+      wait_until([&] { return served == 2 || all_served; });
+      batch->set_outputs(doubled(batch->inputs()));
+    }));
+  }
+  CHECK(servers[0]->is_blocked() && servers[1]->is_blocked());
+  auto a = std::make_unique<Caller>(batcher, Values{1, 2, 3});
+  auto b = std::make_unique<Caller>(batcher, Values{4, 5});
+  wait_until([&] { return served == 2; });
+  all_served = true;
+  for (auto& server : servers) server->join();
+  CHECK((a->join() == Values{2, 4, 6}));
+  CHECK((b->join() == Values{8, 10}));
+}
+
+TEST(outputs_are_set_once) {
+  const auto batcher = make(1, 2);
+  auto caller = call(batcher, {1});
+  const auto batch = batcher->next();
+  batch->set_outputs(batch->inputs());
+  CHECK_THROWS(std::runtime_error, (batch->set_outputs(batch->inputs()), 0));
+  CHECK((caller->join() == Values{1}));
+}
+
+TEST(outputs_that_do_not_fit_are_refused_and_may_be_set_again) {
+  const auto batcher = make(1, 2);
+  auto caller = call(batcher, {1, 2});
+  const auto batch = batcher->next();
+  CHECK_THROWS(std::invalid_argument, (batch->set_outputs(columns({1})), 0));
+  CHECK_THROWS(std::invalid_argument, (batch->set_outputs(columns({1, 2, 3})), 0));
+  CHECK_THROWS(std::invalid_argument, (batch->set_outputs(int64_array({2}, {1, 2})), 0));
+  CHECK_THROWS(std::invalid_argument, (batch->set_outputs(Arrays()), 0));
+  CHECK(caller->is_blocked());
+  batch->set_outputs(columns({3, 4}));
+  CHECK((caller->join() == Values{3, 4}));
+}
+
+TEST(a_batch_that_is_dropped_fails_its_callers_and_no_others) {
+  const auto batcher = make(1, 2);
+  auto a = call(batcher, {1});
+  auto b = call(batcher, {2});
+  batcher->next().reset();
+  CHECK_THROWS(AsyncError, a->join());
+  CHECK_THROWS(AsyncError, b->join());
+  auto c = call(batcher, {3});
+  const auto batch = batcher->next();
+  batch->set_outputs(batch->inputs());
+  CHECK((c->join() == Values{3}));
+}
+
+TEST(inputs_that_do_not_fit_together_fail_their_callers_and_the_batcher_goes_on) {
+  const auto batcher = make(2, 2);
+  Thread server([&] {
+    const auto batch = batcher->next();
+    batch->set_outputs(batch->inputs());
+  });
+  Thread a([&] { CHECK_THROWS(std::invalid_argument, batcher->compute(columns({1}))); });
+  Thread b(
+      [&] { CHECK_THROWS(std::invalid_argument, batcher->compute(Arrays::Tuple{columns({1})})); });
+  a.join();
+  b.join();
+  Caller c(batcher, {3, 4});
+  CHECK((c.join() == Values{3, 4}));
+  server.join();
+}
+
+TEST(close_wakes_callers_that_wait_for_a_batch) {
+  const auto batcher = make(5, 5);
+  auto a = call(batcher, {1});
+  auto b = call(batcher, {2});
+  CHECK(a->is_blocked() && b->is_blocked());
+  batcher->close();
+  CHECK_THROWS(ClosedError, a->join());
+  CHECK_THROWS(ClosedError, b->join());
+  CHECK(batcher->size() == 0);
+}
+
+TEST(close_wakes_callers_whose_batch_is_being_answered) {
+  const auto batcher = make(1, 5);
+  auto a = call(batcher, {1});
+  const auto batch = batcher->next();
+  CHECK(a->is_blocked());
+  batcher->close();
+  CHECK_THROWS(ClosedError, a->join());
+  batch->set_outputs(batch->inputs());  // too late, and harmless
+}
+
+TEST(close_wakes_next_with_and_without_a_timeout) {
+  for (const std::optional<int64_t> timeout_ms :
+       {std::optional<int64_t>(), std::optional<int64_t>(1'000'000)}) {
+    const auto batcher = make(2, 2, timeout_ms);
+    Threads servers;
+    for (int i = 0; i < 3; ++i) {
+      servers.push_back(std::make_unique<Thread>([&] { CHECK(batcher->next() == nullptr); }));
+    }
+    auto caller = call(batcher, {1});
+    CHECK(servers[0]->is_blocked());
+    batcher->close();
+    for (auto& server : servers) server->join();
+    CHECK_THROWS(ClosedError, caller->join());
+  }
+}
+
+TEST(a_closed_batcher_takes_and_gives_nothing) {
+  const auto batcher = make(1, 1);
+  CHECK(!batcher->is_closed());
+  batcher->close();
+  CHECK(batcher->is_closed());
+  CHECK_THROWS(ClosedError, batcher->compute(columns({1})));
+  CHECK(batcher->next() == nullptr);
+  CHECK_THROWS(std::runtime_error, (batcher->close(), 0));
+}
+
+TEST(callbacks_run_once_at_close_without_the_lock) {
+  const auto batcher = make(1, 1);
+  int calls = 0;
+  batcher->on_close([&] {
+    CHECK(batcher->is_closed() && batcher->size() == 0);  // hangs where the lock is held
+    batcher->wake();
+    ++calls;
+  });
+  batcher->close();
+  CHECK(calls == 1);
+  batcher->on_close([&] { calls += 10; });
+  CHECK(calls == 11);
+}
+
+TEST(wake_ends_the_call_that_is_cancelled_and_no_other) {
+  const auto batcher = make(2, 2);
+  std::atomic<bool> cancelled{false};
+  Thread cancelled_call(
+      [&] { CHECK_THROWS(ClosedError, batcher->compute(columns({1}), &cancelled)); });
+  wait_until([&] { return batcher->size() == 1; });
+  cancelled = true;
+  batcher->wake();
+  cancelled_call.join();
+  CHECK(batcher->size() == 0);
+  auto caller = call(batcher, {2});
+  CHECK(caller->is_blocked());
+  batcher->wake();
+  CHECK(caller->is_blocked());
+  auto other = call(batcher, {3});
+  const auto batch = batcher->next();
+  CHECK((values_of(batch->inputs().front()) == Values{2, 3}));
+  batch->set_outputs(batch->inputs());
+  CHECK((caller->join() == Values{2}));
+  CHECK((other->join() == Values{3}));
+}
+
+TEST(a_batch_may_outlive_every_other_pointer_to_its_batcher) {
+  auto batcher = make(1, 1);
+  auto caller = call(batcher, {1});
+  auto batch = batcher->next();
+  batcher->close();
+  CHECK_THROWS(ClosedError, caller->join());
+  caller.reset();
+  batcher.reset();
+  batch->set_outputs(batch->inputs());
+  batch.reset();
+}
+
+TEST(under_contention_everybody_gets_the_right_answer) {
+  const auto batcher = make(4, 16, 1);
+  Threads servers;
+  for (int i = 0; i < 3; ++i) {
+    servers.push_back(std::make_unique<Thread>([&] {
+      int64_t count = 0;
+      while (const auto batch = batcher->next()) {
+        CHECK(count_columns(batch->inputs(), 1) <= 16);
+        if (++count % 50 == 0) continue;  // dropped
+        batch->set_outputs(doubled(batch->inputs()));
+      }
+    }));
+  }
+  std::atomic<int64_t> answered{0};
+  Threads callers;
+  for (int64_t c = 0; c < 16; ++c) {
+    callers.push_back(std::make_unique<Thread>([&batcher, &answered, c] {
+      for (int64_t i = 0; i < 300; ++i) {
+        Values values;
+        for (int64_t k = 0; k <= i % 5; ++k) values.push_back(c * 1'000'000 + i * 100 + k);
+        try {
+          const Values outputs = values_of(batcher->compute(columns(values)).front());
+          for (int64_t& value : values) value *= 2;
+          CHECK(outputs == values);
+          ++answered;
+        } catch (const AsyncError&) {
+        }
+      }
+    }));
+  }
+  for (auto& caller : callers) caller->join();
+  batcher->close();
+  for (auto& server : servers) server->join();
+  CHECK(answered > 16 * 300 / 2);
+}
+
+TEST(close_under_contention_ends_everyone) {
+  for (int round = 0; round < 20; ++round) {
+    const auto batcher = make(3, 4, round % 2 == 0 ? std::optional<int64_t>(1) : std::nullopt);
+    Threads threads;
+    for (int i = 0; i < 6; ++i) {
+      threads.push_back(std::make_unique<Thread>([&batcher] {
+        try {
+          while (true) batcher->compute(columns({1, 2}));
+        } catch (const ClosedError&) {
+        }
+      }));
+    }
+    for (int i = 0; i < 2; ++i) {
+      threads.push_back(std::make_unique<Thread>([&batcher] {
+        while (const auto batch = batcher->next()) batch->set_outputs(batch->inputs());
+      }));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(round));
+    batcher->close();
+    for (auto& thread : threads) thread->join();
+  }
+}
+
+}  // namespace
+}  // namespace torchbeast

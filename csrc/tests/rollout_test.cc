@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "rollout.h"
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "wire.h"
+
+namespace torchbeast {
+namespace {
+
+using Arrays = Nest<Array>;
+
+constexpr int64_t kUnrollLength = 3;  // T
+constexpr int64_t kNumEnvs = 2;       // N
+
+template <class T>
+std::string twice(T value) {
+  const T values[kNumEnvs] = {value, value};
+  return std::string(reinterpret_cast<const char*>(values), sizeof(values));
+}
+
+// Row `t` of all time: its number is everywhere.
+rpcenv::Step step_of(int t) {
+  rpcenv::Step step;
+  step.mutable_handshake()->set_num_envs(kNumEnvs);
+  rpcenv::Array* frame = step.mutable_observation()->mutable_array();
+  frame->set_dtype(rpcenv::INT64);
+  frame->add_shape(kNumEnvs);
+  frame->set_data(twice<int64_t>(t));
+  step.set_reward(twice<float>(static_cast<float>(t)));
+  step.set_done(twice<char>(t == 0));
+  step.set_truncated(twice<char>(0));
+  step.set_terminated(twice<char>(0));
+  step.set_episode_return(twice<float>(static_cast<float>(t)));
+  step.set_episode_step(twice<int32_t>(t));
+  step.set_game_done(twice<char>(0));
+  step.set_game_return(twice<float>(static_cast<float>(t)));
+  step.set_game_step(twice<int32_t>(t));
+  step.set_last_action(twice<int64_t>(t));
+  return step;
+}
+
+// The agent's answer that leads to row t.
+Arrays agent_outputs(int64_t t) {
+  return Arrays::Tuple{int64_array({1, kNumEnvs}, {t, t}),
+                       int64_array({1, kNumEnvs, 1}, {10 * t, 10 * t})};
+}
+
+Arrays fill(Rollout& rollout, int first_row) {
+  for (int t = 1; t <= kUnrollLength; ++t) {
+    rollout.set_agent_outputs(t, agent_outputs(first_row + t));
+    rollout.set_env_outputs(t, step_of(first_row + t));
+  }
+  return rollout.finish();
+}
+
+Values rows(int64_t first, int64_t factor = 1) {
+  Values values;
+  for (int64_t t = first; t <= first + kUnrollLength; ++t) {
+    values.insert(values.end(), kNumEnvs, factor * t);
+  }
+  return values;
+}
+
+TEST(rollouts_overlap_by_one_row) {
+  Rollout rollout(kUnrollLength, true, step_of(0), new_pool());
+  CHECK(rollout.num_envs() == kNumEnvs);
+  for (int first_row = 0; first_row < 9; first_row += kUnrollLength) {
+    const Arrays finished = fill(rollout, first_row);
+    const auto& env_outputs = finished.tuple().at(0).dict();
+    const auto& agent = finished.tuple().at(1).tuple();
+    CHECK((env_outputs.at("frame").leaf().shape == Shape{kUnrollLength + 1, kNumEnvs}));
+    CHECK((agent.at(1).leaf().shape == Shape{kUnrollLength + 1, kNumEnvs, 1}));
+    CHECK(values_of(env_outputs.at("frame").leaf()) == rows(first_row));
+    CHECK(values_of(env_outputs.at("last_action").leaf()) == rows(first_row));
+    CHECK(values_of(agent.at(0).leaf()) == rows(first_row));  // zeros in the very first row
+    CHECK(values_of(agent.at(1).leaf()) == rows(first_row, 10));
+  }
+}
+
+TEST(env_outputs_are_a_dict_of_all_keys_or_torchbeasts_tuple) {
+  Rollout dict(kUnrollLength, true, step_of(0), new_pool());
+  CHECK(dict.env_outputs(0).dict().size() == 11);
+  Rollout tuple(kUnrollLength, false, step_of(7), new_pool());
+  const Arrays outputs = tuple.env_outputs(0);
+  CHECK(outputs.tuple().size() == 5);
+  const DType dtypes[] = {DType::kInt64, DType::kFloat32, DType::kBool, DType::kInt32,
+                          DType::kFloat32};
+  for (size_t i = 0; i < 5; ++i) {
+    CHECK(outputs.tuple()[i].leaf().dtype == dtypes[i]);
+    CHECK((outputs.tuple()[i].leaf().shape == Shape{1, kNumEnvs}));
+  }
+  CHECK((values_of(outputs.front()) == Values{7, 7}));
+}
+
+TEST(what_is_handed_out_is_not_written_again) {
+  const auto pool = new_pool();
+  Rollout rollout(kUnrollLength, true, step_of(0), pool);
+  const Arrays first = fill(rollout, 0);
+  const Arrays second = fill(rollout, kUnrollLength);
+  CHECK(values_of(first.tuple().at(0).dict().at("frame").leaf()) == rows(0));
+  CHECK(values_of(first.tuple().at(1).tuple().at(0).leaf()) == rows(0));
+  CHECK(values_of(second.tuple().at(0).dict().at("frame").leaf()) == rows(kUnrollLength));
+}
+
+TEST(a_row_unlike_the_first_is_refused) {
+  Rollout rollout(kUnrollLength, true, step_of(0), new_pool());
+  const auto refused = [&](const std::function<void(rpcenv::Nest*)>& spoil) {
+    rpcenv::Step step = step_of(1);
+    spoil(step.mutable_observation());
+    CHECK_THROWS(WireError, (rollout.set_env_outputs(1, step), 0));
+  };
+  refused([](rpcenv::Nest* nest) { nest->mutable_array()->set_dtype(rpcenv::FLOAT64); });
+  refused([](rpcenv::Nest* nest) { nest->mutable_array()->add_shape(1); });
+  refused([](rpcenv::Nest* nest) {
+    const rpcenv::Array array = nest->array();
+    nest->Clear();
+    *nest->add_items()->mutable_array() = array;
+  });
+  refused([](rpcenv::Nest* nest) { nest->mutable_array()->mutable_data()->push_back('a'); });
+  rollout.set_env_outputs(1, step_of(1));
+}
+
+TEST(agent_outputs_have_one_row_and_a_column_an_environment) {
+  for (const Shape& shape : {Shape{}, Shape{2}, Shape{2, 2}, Shape{1, 3}, Shape{1, 1}, Shape{1}}) {
+    Rollout rollout(kUnrollLength, true, step_of(0), new_pool());
+    const Array array = make_array(DType::kInt64, shape, *new_pool());
+    CHECK_THROWS(std::invalid_argument, (rollout.set_agent_outputs(1, array), 0));
+  }
+}
+
+TEST(agent_outputs_unlike_the_first_ones_are_refused) {
+  Rollout rollout(kUnrollLength, true, step_of(0), new_pool());
+  rollout.set_agent_outputs(1, agent_outputs(1));
+  const Array action = int64_array({1, kNumEnvs}, {1, 1});
+  const Array floats{DType::kFloat64, {1, kNumEnvs, 1}, action.data};
+  for (const Arrays& outputs :
+       {Arrays(action), Arrays(Arrays::Tuple{action}), Arrays(Arrays::Tuple{action, action}),
+        Arrays(Arrays::Tuple{action, floats}),
+        Arrays(Arrays::Tuple{action, int64_array({1, kNumEnvs, 2}, {1, 2, 3, 4})})}) {
+    CHECK_THROWS(std::invalid_argument, (rollout.set_agent_outputs(2, outputs), 0));
+  }
+  rollout.set_agent_outputs(2, agent_outputs(2));
+}
+
+TEST(stacked_frames_are_whole_in_every_row) {
+  const auto stacked = [](int t) {  // [N, 1] of [N, 2] stacks (t - 1, t), all sent whole in row 0
+    rpcenv::Step step = step_of(t);
+    step.mutable_handshake()->set_stack_size(2);
+    rpcenv::Array* newest = step.mutable_observation()->mutable_array();
+    newest->add_shape(1);
+    step.set_is_full(std::string(kNumEnvs, t == 0 ? '\1' : '\0'));
+    if (t == 0) {
+      rpcenv::Array* full = step.mutable_full();
+      full->set_dtype(rpcenv::INT64);
+      full->add_shape(kNumEnvs);
+      full->add_shape(2);
+      const int64_t values[] = {-1, 0, -1, 0};
+      full->set_data(std::string(reinterpret_cast<const char*>(values), sizeof(values)));
+    }
+    return step;
+  };
+  Rollout rollout(kUnrollLength, true, stacked(0), new_pool());
+  for (int first_row = 0; first_row < 9; first_row += kUnrollLength) {
+    for (int t = 1; t <= kUnrollLength; ++t) {
+      rollout.set_agent_outputs(t, agent_outputs(t));
+      rollout.set_env_outputs(t, stacked(first_row + t));
+    }
+    const Arrays finished = rollout.finish();
+    const Array& frame = finished.tuple().at(0).dict().at("frame").leaf();
+    CHECK((frame.shape == Shape{kUnrollLength + 1, kNumEnvs, 2}));
+    Values expected;
+    for (int64_t t = first_row; t <= first_row + kUnrollLength; ++t) {
+      for (int64_t i = 0; i < kNumEnvs; ++i) expected.insert(expected.end(), {t - 1, t});
+    }
+    CHECK(values_of(frame) == expected);
+  }
+}
+
+}  // namespace
+}  // namespace torchbeast

@@ -1,0 +1,366 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "wire.h"
+
+#include <limits>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "check.h"
+
+namespace torchbeast {
+namespace {
+
+using Arrays = Nest<Array>;
+
+template <class T>
+std::string bytes(const std::vector<T>& values) {
+  return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
+}
+
+rpcenv::Array message(rpcenv::DType dtype, const Shape& shape, const std::string& data) {
+  rpcenv::Array array;
+  array.set_dtype(dtype);
+  for (const int64_t size : shape) array.add_shape(size);
+  array.set_data(data);
+  return array;
+}
+
+// A row of n environments, which nothing is wrong with.
+rpcenv::Step valid_step(int n) {
+  const auto size = static_cast<size_t>(n);
+  rpcenv::Step step;
+  *step.mutable_observation()->mutable_array() =
+      message(rpcenv::UINT8, {n, 3}, std::string(3 * size, '\7'));
+  step.set_reward(bytes(std::vector<float>(size, 0.5f)));
+  step.set_done(std::string(size, '\1'));
+  step.set_truncated(std::string(size, '\0'));
+  step.set_terminated(std::string(size, '\0'));
+  step.set_episode_return(bytes(std::vector<float>(size, 1.5f)));
+  step.set_episode_step(bytes(std::vector<int32_t>(size, 3)));
+  step.set_game_done(std::string(size, '\0'));
+  step.set_game_return(bytes(std::vector<float>(size, 2.5f)));
+  step.set_game_step(bytes(std::vector<int32_t>(size, 4)));
+  step.set_last_action(bytes(std::vector<int64_t>(size, 5)));
+  return step;
+}
+
+rpcenv::Nest tuple_of_depth(int depth) {
+  rpcenv::Nest nest;
+  rpcenv::Nest* inner = &nest;
+  for (int i = 1; i < depth; ++i) inner = inner->add_items();
+  *inner->mutable_array() = message(rpcenv::BOOL, {}, std::string(1, '\1'));
+  return nest;
+}
+
+TEST(arrays_of_every_dtype_survive_the_way) {
+  for (int i = 0; i < rpcenv::DType_ARRAYSIZE; ++i) {
+    const auto dtype = static_cast<DType>(i);
+    CHECK(rpcenv::DType_IsValid(i));
+    for (const Shape& shape : {Shape{}, Shape{2}, Shape{2, 3, 1}, Shape{0}, Shape{2, 0, 3}}) {
+      const auto pool = new_pool();
+      const Array array = make_array(dtype, shape, *pool);
+      for (size_t k = 0; k < array.num_bytes(); ++k) array.data.get()[k] = std::byte(k % 2);
+      rpcenv::Array sent;
+      encode(array, &sent);
+      rpcenv::Array arrived;
+      CHECK(arrived.ParseFromString(sent.SerializeAsString()));
+      const Array decoded = decode(arrived);
+      CHECK(decoded.dtype == dtype && decoded.shape == shape);
+      CHECK(std::memcmp(decoded.data.get(), array.data.get(), array.num_bytes()) == 0);
+    }
+  }
+}
+
+TEST(the_names_of_dtypes_are_the_same_on_the_wire) {
+  for (int i = 0; i < rpcenv::DType_ARRAYSIZE; ++i) {
+    std::string name = name_of(static_cast<DType>(i));
+    for (char& c : name) c = static_cast<char>(std::toupper(c));
+    CHECK(rpcenv::DType_Name(static_cast<rpcenv::DType>(i)) == name);
+  }
+  rpcenv::Array array;
+  CHECK_THROWS(std::invalid_argument,
+               (encode(Array{DType::kBFloat16, {0}, new_pool()->take(0)}, &array), 0));
+}
+
+TEST(nests_survive_the_way_and_messages_may_be_used_again) {
+  const Array a = int64_array({2}, {1, 2});
+  const Array b = int64_array({}, {3});
+  rpcenv::Nest sent;
+  for (const Arrays& nest : {Arrays(a), Arrays(Arrays::Tuple{a, Arrays::Dict{{"x", b}, {"y", a}}}),
+                             Arrays(), Arrays(Arrays::Dict{{"", b}}), Arrays(b)}) {
+    encode(nest, &sent);
+    const Arrays decoded = decode(sent);
+    CHECK(decoded.same_structure(nest));
+    const std::vector<Array> arrays = nest.flatten();
+    const std::vector<Array> arrived = decoded.flatten();
+    for (size_t i = 0; i < arrays.size(); ++i) CHECK(values_of(arrived[i]) == values_of(arrays[i]));
+  }
+}
+
+TEST(what_is_decoded_is_not_copied) {
+  const rpcenv::Array array = message(rpcenv::UINT8, {4}, "abcd");
+  CHECK(static_cast<const void*>(decode(array).data.get()) == array.data().data());
+}
+
+TEST(data_must_be_as_long_as_dtype_and_shape_say) {
+  for (const size_t length : {0, 1, 23, 25, 48}) {
+    CHECK_THROWS(WireError, decode(message(rpcenv::INT64, {3}, std::string(length, '\0'))));
+  }
+  CHECK_THROWS(WireError, decode(message(rpcenv::FLOAT32, {}, "")));
+  CHECK_THROWS(WireError, decode(message(rpcenv::FLOAT32, {0}, "abcd")));
+  CHECK_THROWS(WireError, decode(message(rpcenv::FLOAT32, {3, 0}, "abcd")));
+}
+
+TEST(sizes_are_neither_negative_nor_huge_and_their_product_does_not_overflow) {
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  constexpr int64_t kMin = std::numeric_limits<int64_t>::min();
+  const int64_t half = int64_t{1} << 32;
+  for (const Shape& shape :
+       {Shape{-1}, Shape{-1, -1}, Shape{kMin}, Shape{kMax}, Shape{half, half},
+        Shape{half, half, half, half}, Shape{1 << 28, 1 << 28, 1 << 8}, Shape{1 << 20, 1 << 20},
+        Shape{0, -1}, Shape{0, kMax}, Shape{1 << 28, 1 << 28, 0}}) {
+    CHECK_THROWS(WireError, decode(message(rpcenv::UINT8, shape, "")));
+    CHECK_THROWS(WireError, decode(message(rpcenv::FLOAT64, shape, std::string(8, '\0'))));
+  }
+  CHECK_THROWS(WireError, decode(message(rpcenv::UINT8, Shape(1000, 1), "a")));
+}
+
+TEST(a_bool_is_0_or_1) {
+  CHECK(decode(message(rpcenv::BOOL, {2}, std::string("\0\1", 2))).num_elements() == 2);
+  for (const char byte : {'\2', '\3', '\x7f', '\x80', '\xff'}) {
+    CHECK_THROWS(WireError, decode(message(rpcenv::BOOL, {2}, std::string("\1") + byte)));
+  }
+}
+
+TEST(an_unknown_dtype_is_refused) {
+  for (const int dtype : {-1, 12, 13, 1000}) {
+    CHECK_THROWS(WireError, decode(message(static_cast<rpcenv::DType>(dtype), {1}, "a")));
+  }
+}
+
+TEST(nests_are_leaves_or_have_items_and_as_many_keys) {
+  rpcenv::Nest both = tuple_of_depth(2);
+  *both.mutable_array() = message(rpcenv::UINT8, {1}, "a");
+  CHECK_THROWS(WireError, decode(both));
+  rpcenv::Nest array_with_key = tuple_of_depth(1);
+  array_with_key.add_keys("a");
+  CHECK_THROWS(WireError, decode(array_with_key));
+  rpcenv::Nest too_many_keys = tuple_of_depth(2);
+  too_many_keys.add_keys("a");
+  CHECK(decode(too_many_keys).is_dict());
+  too_many_keys.add_keys("b");
+  CHECK_THROWS(WireError, decode(too_many_keys));
+  rpcenv::Nest same_key_twice = tuple_of_depth(2);
+  *same_key_twice.add_items() = tuple_of_depth(1);
+  same_key_twice.add_keys("a");
+  same_key_twice.add_keys("a");
+  CHECK_THROWS(WireError, decode(same_key_twice));
+}
+
+TEST(nests_are_not_too_deep) {
+  CHECK(decode(tuple_of_depth(kMaxNestDepth)).front().num_elements() == 1);
+  CHECK_THROWS(WireError, decode(tuple_of_depth(kMaxNestDepth + 1)));
+  CHECK_THROWS(WireError, decode(tuple_of_depth(10'000)));
+}
+
+TEST(a_row_has_all_keys) {
+  const rpcenv::Step step = valid_step(2);
+  const Arrays::Dict row = decode_row(step, 2);
+  CHECK(row.size() == 11);
+  CHECK((row.at("frame").leaf().shape == Shape{2, 3}));
+  CHECK(row.at("reward").leaf().dtype == DType::kFloat32);
+  CHECK(row.at("done").leaf().dtype == DType::kBool);
+  CHECK(row.at("episode_step").leaf().dtype == DType::kInt32);
+  CHECK((values_of(row.at("last_action").leaf()) == Values{5, 5}));
+}
+
+TEST(a_row_with_anything_wrong_is_refused) {
+  const auto refused = [](const std::function<void(rpcenv::Step*)>& spoil) {
+    rpcenv::Step step = valid_step(2);
+    spoil(&step);
+    CHECK_THROWS(WireError, decode_row(step, 2));
+  };
+  refused([](rpcenv::Step* step) { step->clear_observation(); });
+  refused([](rpcenv::Step* step) { step->mutable_observation()->Clear(); });
+  refused([](rpcenv::Step* step) { step->mutable_observation()->mutable_array()->Clear(); });
+  refused([](rpcenv::Step* step) {
+    *step->mutable_observation()->mutable_array() = message(rpcenv::UINT8, {3, 3}, "123456789");
+  });
+  refused([](rpcenv::Step* step) { step->clear_reward(); });
+  refused([](rpcenv::Step* step) { step->mutable_reward()->push_back('\0'); });
+  refused([](rpcenv::Step* step) { step->set_done(std::string("\1\2")); });
+  refused([](rpcenv::Step* step) { step->set_truncated(std::string("\1\xff")); });
+  refused([](rpcenv::Step* step) { step->set_terminated(std::string(3, '\0')); });
+  refused([](rpcenv::Step* step) { step->clear_game_done(); });
+  refused([](rpcenv::Step* step) { step->mutable_episode_return()->pop_back(); });
+  refused([](rpcenv::Step* step) { step->clear_episode_step(); });
+  refused([](rpcenv::Step* step) { step->clear_game_return(); });
+  refused([](rpcenv::Step* step) { step->clear_game_step(); });
+  refused([](rpcenv::Step* step) { step->mutable_last_action()->resize(4); });
+  CHECK_THROWS(WireError, decode_row(valid_step(3), 2));
+}
+
+// Frames [N, C, 2], K of them a stack.
+constexpr int64_t kN = 3;
+constexpr int64_t kC = 2;
+constexpr int64_t kK = 4;
+constexpr size_t kFrame = kC * 2;
+constexpr size_t kStack = kK * kFrame;
+
+rpcenv::Step stacked_step(const std::vector<std::string>& stacks, const std::string& is_full) {
+  rpcenv::Step step = valid_step(kN);
+  std::string newest;
+  std::string full;
+  int64_t num_full = 0;
+  for (size_t i = 0; i < kN; ++i) {
+    newest += stacks[i].substr(kStack - kFrame);
+    if (is_full[i] != 0) {
+      full += stacks[i];
+      ++num_full;
+    }
+  }
+  *step.mutable_observation()->mutable_array() = message(rpcenv::UINT8, {kN, kC, 2}, newest);
+  step.set_is_full(is_full);
+  if (num_full > 0) *step.mutable_full() = message(rpcenv::UINT8, {num_full, kK * kC, 2}, full);
+  return step;
+}
+
+TEST(stacks_are_restored_to_the_last_bit_also_across_ends_of_episodes) {
+  std::minstd_rand random(1);
+  const auto random_frame = [&] {
+    std::string frame;
+    for (size_t k = 0; k < kFrame; ++k) frame.push_back(static_cast<char>(random()));
+    return frame;
+  };
+  const auto pool = new_pool();
+  const Array rows = make_array(DType::kUInt8, {100, kN, kK * kC, 2}, *pool);
+  std::vector<std::string> stacks(kN);
+  for (int64_t t = 0; t < 100; ++t) {
+    std::string is_full;
+    for (std::string& stack : stacks) {
+      const bool reset = t == 0 || random() % 5 == 0;
+      is_full.push_back(reset ? '\1' : '\0');
+      if (reset) {
+        stack.clear();
+        for (int64_t k = 0; k < kK; ++k) stack += random_frame();
+      } else {
+        stack = stack.substr(kFrame) + random_frame();
+      }
+    }
+    const rpcenv::Step step = stacked_step(stacks, is_full);
+    if (t == 0) CHECK((stacked_shape(step, kN, kK) == Shape{kN, kK * kC, 2}));
+    const Array newest = decode(step.observation().array());
+    const Array previous = rows.row(t == 0 ? 0 : t - 1);
+    const Array target = rows.row(t);
+    restack(step, newest, kK, t == 0 ? nullptr : &previous, target);
+    for (size_t i = 0; i < kN; ++i) {
+      CHECK(std::memcmp(target.data.get() + i * kStack, stacks[i].data(), kStack) == 0);
+    }
+  }
+}
+
+TEST(stacks_with_anything_wrong_are_refused) {
+  const auto pool = new_pool();
+  const Array target = make_array(DType::kUInt8, {1, kN, kK * kC, 2}, *pool);
+  const Array previous = make_array(DType::kUInt8, {1, kN, kK * kC, 2}, *pool);
+  const std::vector<std::string> stacks(kN, std::string(kStack, 'x'));
+  const auto refused = [&](const std::string& is_full, const Array* before,
+                           const std::function<void(rpcenv::Step*)>& spoil) {
+    rpcenv::Step step = stacked_step(stacks, is_full);
+    spoil(&step);
+    CHECK_THROWS(WireError,
+                 (restack(step, decode(step.observation().array()), kK, before, target), 0));
+  };
+  const std::string all(kN, '\1');
+  const std::string some("\1\0\1", 3);
+  refused(some, nullptr, [](rpcenv::Step*) {});  // nothing to stack the newest on
+  refused(some, &previous, [](rpcenv::Step* step) { step->set_is_full("\1"); });
+  refused(some, &previous, [](rpcenv::Step* step) { step->clear_is_full(); });
+  refused(some, &previous, [](rpcenv::Step* step) { step->set_is_full("\1\2\1"); });
+  refused(some, &previous, [](rpcenv::Step* step) { step->clear_full(); });
+  refused(some, &previous, [&](rpcenv::Step* step) { step->set_is_full(all); });
+  refused(all, nullptr, [](rpcenv::Step* step) { step->mutable_full()->set_shape(1, kC); });
+  refused(all, nullptr, [](rpcenv::Step* step) { step->mutable_full()->set_dtype(rpcenv::INT8); });
+  refused(all, nullptr, [](rpcenv::Step* step) {
+    step->mutable_observation()->mutable_array()->set_dtype(rpcenv::INT8);
+  });
+  refused(all, nullptr, [](rpcenv::Step* step) {
+    step->mutable_observation()->mutable_array()->set_shape(1, 1);
+    step->mutable_observation()->mutable_array()->set_shape(2, 4);
+  });
+}
+
+TEST(a_first_row_of_stacks_with_anything_wrong_is_refused) {
+  const std::vector<std::string> stacks(kN, std::string(kStack, 'x'));
+  const rpcenv::Step valid = stacked_step(stacks, std::string(kN, '\1'));
+  CHECK((stacked_shape(valid, kN, kK) == Shape{kN, kK * kC, 2}));
+  CHECK_THROWS(WireError, stacked_shape(valid, kN, kK + 1));
+  CHECK_THROWS(WireError, stacked_shape(valid, kN, std::numeric_limits<uint32_t>::max()));
+  CHECK_THROWS(WireError, stacked_shape(valid, kN + 1, kK));
+  const auto refused = [&](const std::function<void(rpcenv::Step*)>& spoil) {
+    rpcenv::Step step = valid;
+    spoil(&step);
+    CHECK_THROWS(WireError, stacked_shape(step, kN, kK));
+  };
+  refused([](rpcenv::Step* step) { step->clear_full(); });
+  refused([](rpcenv::Step* step) { step->clear_observation(); });
+  refused([](rpcenv::Step* step) { *step->mutable_observation() = tuple_of_depth(2); });
+  refused([](rpcenv::Step* step) {
+    *step->mutable_observation()->mutable_array() = message(rpcenv::UINT8, {kN}, "abc");
+  });
+}
+
+// Whatever arrives, it is refused or can be read to its end.
+TEST(spoiled_messages_do_no_harm) {
+  std::minstd_rand random(1);
+  rpcenv::Step step = valid_step(2);
+  rpcenv::Nest* items = step.mutable_observation();
+  const rpcenv::Array leaf = items->array();
+  items->clear_array();
+  *items->add_items()->mutable_array() = leaf;
+  *items->add_items()->mutable_array() = message(rpcenv::BOOL, {2, 2}, std::string(4, '\1'));
+  items->add_keys("x");
+  items->add_keys("y");
+  const std::string valid = step.SerializeAsString();
+  int parsed = 0;
+  int accepted = 0;
+  for (int i = 0; i < 20'000; ++i) {
+    std::string spoiled = valid;
+    for (size_t k = 0; k < 1 + random() % 4; ++k) {
+      const size_t place = random() % spoiled.size();
+      switch (random() % 3) {
+        case 0:
+          spoiled[place] = static_cast<char>(random());
+          break;
+        case 1:
+          spoiled.erase(place, 1 + random() % 3);
+          break;
+        default:
+          spoiled.insert(place, 1 + random() % 3, static_cast<char>(random()));
+      }
+      if (spoiled.empty()) break;
+    }
+    rpcenv::Step arrived;
+    if (!arrived.ParseFromString(spoiled)) continue;
+    ++parsed;
+    try {
+      int64_t sum = 0;
+      for (const auto& [key, nest] : decode_row(arrived, 2)) {
+        nest.for_each([&](const Array& array) {
+          for (size_t k = 0; k < array.num_bytes(); ++k) {
+            sum += static_cast<int64_t>(array.data.get()[k]);
+          }
+        });
+      }
+      ++accepted;
+      CHECK(sum >= 0);
+    } catch (const WireError&) {
+    }
+  }
+  CHECK(parsed > accepted && accepted > 0);
+}
+
+}  // namespace
+}  // namespace torchbeast

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// Between messages (rpcenv.proto) and arrays. Nothing that arrives is trusted.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <stdexcept>
+#include <string>
+
+#include "array.h"
+#include "nest.h"
+#include "rpcenv.pb.h"
+
+namespace torchbeast {
+
+constexpr uint32_t kProtocolVersion = 1;
+constexpr int kMaxMessageBytes = 256 << 20;
+constexpr int kMaxNestDepth = 32;
+
+// A message that breaks the protocol; says how.
+class WireError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// An array whose memory belongs to `message` and is only to be read, while that lives unchanged.
+//
+// Throws WireError where the length of the data is not that of dtype and shape, for a negative
+// size, an unknown dtype, and a bool that is neither 0 nor 1.
+Array decode(const rpcenv::Array& message);
+Nest<Array> decode(const rpcenv::Nest& message);  // also for nests that are too deep
+
+void encode(const Array& array, rpcenv::Array* message);
+void encode(const Nest<Array>& nest, rpcenv::Nest* message);
+
+// A row by its keys, each an array [N, ...] as decode() returns them: the observation as `frame`,
+// and the fixed keys. With frames stacked on the other side, `frame` holds the newest alone.
+//
+// Throws WireError also where an array has not N entries.
+Nest<Array>::Dict decode_row(const rpcenv::Step& step, int64_t num_envs);
+
+// Shape of whole stacks [N, K * C, ...], from the first message of a stream.
+Shape stacked_shape(const rpcenv::Step& step, int64_t num_envs, int64_t stack_size);
+
+// Write the stacks of `step` to `target`, [1, N, K * C, ...]; `previous`, alike, has those of the
+// row before, and is null for the first row. Throws WireError where shapes do not fit.
+void restack(const rpcenv::Step& step, const Array& newest, int64_t stack_size,
+             const Array* previous, const Array& target);
+
+}  // namespace torchbeast

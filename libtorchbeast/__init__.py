@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PolyBeast's core: queues, dynamic batching and the actor pool (compiled), environment servers.
+
+Names are loaded when they are first used: a machine that only serves environments needs no
+compiled part.
+"""
+
+import importlib
+
+_MODULES = {"Server": "libtorchbeast.server"} | dict.fromkeys(
+    (
+        "ActorPool",
+        "AsyncError",
+        "Batch",
+        "BatchingQueue",
+        "ClosedBatchingQueue",
+        "DynamicBatcher",
+        "query_server",
+    ),
+    "libtorchbeast._C",
+)
+__all__ = sorted(_MODULES)  # noqa: PLE0605
+
+
+def __getattr__(name):
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module(_MODULES[name])
+    except ImportError as error:
+        if name == "Server":
+            raise
+        raise ImportError(
+            f"{name} is in the compiled part of libtorchbeast, which cannot be loaded ({error}); "
+            "build it: `pip install -e .` where setup.py is"
+        ) from error
+    globals()[name] = getattr(module, name)
+    return globals()[name]
+
+
+def __dir__():
+    return sorted(globals().keys() | _MODULES)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve environments over gRPC; rpcenv.proto says what is spoken.
+
+    Server(MyEnv, "0.0.0.0:50051").run()
+
+Needs numpy, grpcio and protobuf: no gymnasium, and nothing that is compiled here.
+"""
+
+import contextlib
+import logging
+import re
+import socket
+import threading
+import traceback
+from concurrent import futures
+
+import grpc
+
+from libtorchbeast import rpcenv_pb2, wire
+from libtorchbeast.plain_environments import PlainEnvironments
+
+PROTOCOL_VERSION = 1
+MAX_STREAMS = 16  # at once, a server
+GRACE = 2  # seconds in which streams end by themselves
+
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else two servers could share a port
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    # A client that was unplugged says nothing: ask it. And let it ask us.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+class Server:
+    """Serves environments, fresh ones to each stream, to several streams at once.
+
+    Args:
+      env_class: called without arguments; returns an environment of the old Gym API or of
+        Gymnasium's. Its observations may be any nest of arrays, and it need not have spaces.
+      server_address: host:port or unix:/path.
+      make_environments: instead of `env_class`: called with N (or None: as you like), a list of
+        ints as seed (or None) and a name for error messages; returns an environment.Environments or
+        something alike.
+    """
+
+    def __init__(self, env_class, server_address="unix:/tmp/polybeast", *, make_environments=None):
+        self._address = server_address
+        self._plain = make_environments is None
+        if self._plain and not callable(env_class):
+            raise ValueError(
+                f"env_class should return an environment when called; {env_class} cannot"
+            )
+        self._make_environments = make_environments or (
+            lambda num_envs, seed, _: PlainEnvironments(env_class, num_envs or 1, seed)
+        )
+        self._condition = threading.Condition()  # guards what follows
+        self._thread = None  # the one that runs us
+        self._num_streams = 0
+        self._stop = threading.Event()
+        self._stopped = threading.Event()
+
+    def run(self, started=None):
+        """Serve until `stop`. Calls `started`, if given, with the address once clients can connect.
+
+        Raises:
+          RuntimeError: the address cannot be served on; or this is the second run.
+        """
+        with self._condition:
+            if self._thread is not None:
+                raise RuntimeError("this server has been run before; make another one")
+            self._thread = threading.get_ident()
+        handler = grpc.stream_stream_rpc_method_handler(self._serve_stream)  # of bytes
+        # Ours is the limit that counts; this one is there in case that calls come in faster.
+        server = grpc.server(_Threads(), options=_OPTIONS, maximum_concurrent_rpcs=2 * MAX_STREAMS)
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler("rpcenv.RPCEnvServer", {"StreamingEnv": handler})]
+        )
+        try:
+            self._address = _bind(server, self._address)
+            server.start()
+            if started is not None:
+                started(self._address)
+            self._stop.wait()
+        finally:
+            server.stop(None)
+            with self._condition:
+                self._condition.wait_for(lambda: self._num_streams == 0, GRACE)
+            self._stopped.set()
+
+    def stop(self):
+        """End all streams and `run`, and wait for that, unless called in the thread that runs."""
+        with self._condition:
+            if self._thread is None:
+                raise RuntimeError("this server is not running")
+        self._stop.set()
+        if threading.get_ident() != self._thread:  # else we are in a handler of a signal
+            self._stopped.wait()
+
+    def _serve_stream(self, requests, context):
+        """Yield a serialized Step for the beginning and for each of the serialized Actions."""
+        try:
+            wishes = wire.read_wishes(context.invocation_metadata())
+            num_envs, seed, newest_frame_only, truncated_rows = wishes
+        except ValueError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        with self._condition:
+            full = self._num_streams >= MAX_STREAMS
+            self._num_streams += not full
+        if full:
+            text = f"{self._address} serves {MAX_STREAMS} streams already, and no more at once"
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        name = f"{self._address} for {context.peer()}"
+        environments = None
+        try:
+            try:
+                environments = self._make_environments(num_envs, seed, name)
+                if self._plain:
+                    environments.truncated_rows = truncated_rows
+                encoder = wire.RowEncoder(environments, newest_frame_only)
+                step = encoder.encode_first(environments.initial(), PROTOCOL_VERSION)
+            except BaseException:  # SystemExit, too, would leave the client waiting
+                yield _failure(name)
+                return
+            yield step
+            for request in requests:
+                try:
+                    actions = wire.decode_actions(request, environments.num_envs, self._plain)
+                except ValueError as error:
+                    context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                try:
+                    step = encoder.encode(environments.step(actions))
+                except BaseException:
+                    yield _failure(name)
+                    return
+                yield step
+        finally:
+            try:
+                if environments is not None:
+                    environments.close()
+            except BaseException:
+                logging.exception("%s: cannot close the environments", name)
+            with self._condition:
+                self._num_streams -= 1
+                self._condition.notify_all()
+
+
+class _Threads(futures.Executor):
+    """Runs each call in a thread of its own, which need not end before the process may."""
+
+    def submit(self, function, /, *args, **kwargs):
+        future = futures.Future()
+
+        def run():
+            try:
+                future.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="stream", daemon=True).start()
+        return future
+
+
+def _bind(server, address):
+    """Have the gRPC server listen on `address`; return it, with the port in place of port 0.
+
+    A socket's file that a killed server has left does not matter.
+    """
+    unix = re.fullmatch(r"unix:(?://)?(.+)", address)
+    tcp = re.fullmatch(r"(?:\[(.+)\]|([^:\[\]]+)):(\d{1,5})", address)
+    if not (unix or (tcp and int(tcp[3]) < 2**16)):
+        raise RuntimeError(f"cannot serve on {address!r}: it should be host:port or unix:/path")
+    if unix:
+        # gRPC would take the file away from another server, which would not even notice.
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            probe.connect(unix[1])
+            raise RuntimeError(f"cannot serve on {address}: another server listens there")
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        reason = _bind_error(unix and unix[1], tcp and (tcp[1] or tcp[2], int(tcp[3])))
+        raise RuntimeError(f"cannot serve on {address}: {reason}")
+    return address if unix else f"{address.rpartition(':')[0]}:{port}"
+
+
+def _bind_error(path, host_and_port):
+    """Return the reason why one cannot listen there, which gRPC tells to its log only."""
+    try:
+        if path:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.bind(path)
+        else:
+            for family, kind, *_, where in socket.getaddrinfo(
+                *host_and_port, type=socket.SOCK_STREAM
+            ):
+                with socket.socket(family, kind) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(where)
+    except OSError as error:
+        return error.strerror or error
+    return "gRPC cannot bind to it"
+
+
+def _failure(name):
+    """Log the exception that is being handled; return a serialized Step that tells of it."""
+    logging.exception("%s: the environments failed; the stream ends", name)
+    text = traceback.format_exc().encode(errors="replace").decode()
+    return rpcenv_pb2.Step(error=text).SerializeToString()

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages of rpcenv.proto from and to nests of numpy arrays: the server's side.
+
+What comes from a client is checked: ValueError says what is wrong with it.
+"""
+
+import functools
+import math
+import re
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from libtorchbeast import rpcenv_pb2
+
+MAX_MESSAGE_BYTES = 256 * 2**20
+MAX_ENVS = 4096  # a stream
+MAX_NEST_DEPTH = 32
+
+_DTYPES = [np.dtype(name.lower()) for name in rpcenv_pb2.DType.keys()]
+FIELDS = {  # of a Step: number, dtype
+    "reward": (3, np.float32),
+    "done": (4, np.bool_),
+    "truncated": (5, np.bool_),
+    "terminated": (6, np.bool_),
+    "episode_return": (7, np.float32),
+    "episode_step": (8, np.int32),
+    "game_done": (9, np.bool_),
+    "game_return": (10, np.float32),
+    "game_step": (11, np.int32),
+    "last_action": (12, np.int64),
+}
+_HANDSHAKE, _OBSERVATION, _IS_FULL, _FULL = 1, 2, 13, 14  # numbers of a Step's other fields
+
+
+def read_wishes(metadata):
+    """Return num_envs (or None), seed (or None), newest_frame_only and truncated_rows."""
+    wishes = dict(metadata)
+
+    def wish(name, pattern, what, default=None):
+        text = wishes.get(name, default)
+        if text is not None and not re.fullmatch(pattern, text):
+            raise ValueError(f"{name} is {text[:100]!r}; it should be {what}")
+        return text
+
+    num_envs = wish("num-envs", "[0-9]{1,9}", f"a number from 1 to {MAX_ENVS}")
+    if num_envs is not None and not 1 <= int(num_envs) <= MAX_ENVS:
+        raise ValueError(f"num-envs is {num_envs}; it should be from 1 to {MAX_ENVS}")
+    seed = wish("seed", "[0-9]{1,20}(,[0-9]{1,20}){,31}", "up to 32 numbers separated by commas")
+    newest_frame_only = wish("newest-frame-only", "[01]", "0 or 1", "0")
+    truncated_rows = wish("truncated-rows", "[01]", "0 or 1", "0")
+    return (
+        num_envs and int(num_envs),
+        seed and [int(number) for number in seed.split(",")],
+        newest_frame_only == "1",
+        truncated_rows == "1",
+    )
+
+
+def decode_actions(request, num_envs, any_nest):
+    """Return the nest of arrays [N, ...] in a serialized Action; else, one array of N integers."""
+    try:
+        action = rpcenv_pb2.Action.FromString(request)
+    except DecodeError as error:
+        raise ValueError(f"the message is not an Action: {error}") from None
+    if not action.HasField("action"):
+        raise ValueError("the message has no action")
+    actions = _decode_nest(action.action, num_envs, MAX_NEST_DEPTH)
+    if not any_nest:
+        if not isinstance(actions, np.ndarray):
+            raise ValueError("the action should be one array, but is a nest of them")
+        if actions.ndim != 1 or actions.dtype.kind not in "iu":
+            raise ValueError(
+                f"the action should be {num_envs} integers, "
+                f"but is {actions.dtype}{list(actions.shape)}"
+            )
+    return actions
+
+
+def _decode_nest(nest, num_envs, depth):
+    if depth == 0:
+        raise ValueError(f"the action is a nest of more than {MAX_NEST_DEPTH} levels")
+    if nest.HasField("array"):
+        if nest.items or nest.keys:
+            raise ValueError("a nest in the action is an array and has items as well")
+        return _decode_array(nest.array, num_envs)
+    items = tuple(_decode_nest(item, num_envs, depth - 1) for item in nest.items)
+    if not nest.keys:
+        return items
+    if len(nest.keys) != len(items) or len(set(nest.keys)) != len(items):
+        raise ValueError(f"a dict in the action has {len(items)} items for the keys {nest.keys}")
+    return dict(zip(nest.keys, items, strict=True))
+
+
+def _decode_array(array, num_envs):
+    """Return a writable array with memory of its own."""
+    shape, data = tuple(array.shape), array.data
+    if not 0 <= array.dtype < len(_DTYPES):
+        raise ValueError(f"an array in the action has the unknown dtype {array.dtype}")
+    dtype = _DTYPES[array.dtype]
+    if not shape or shape[0] != num_envs or min(shape) < 0 or len(shape) > MAX_NEST_DEPTH:
+        raise ValueError(
+            f"an array in the action has the shape {list(shape)[:100]}, "
+            f"but there are {num_envs} environments"
+        )
+    if len(data) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(
+            f"an array in the action has {len(data)} bytes of data, but is {dtype}{list(shape)}"
+        )
+    if dtype == np.bool_ and data.strip(b"\0\1"):
+        raise ValueError("an array in the action is bool, but has bytes other than 0 and 1")
+    return np.ndarray(shape, dtype, bytearray(data))
+
+
+class RowEncoder:
+    """Serializes rows as Steps.
+
+    By hand, as the protobuf classes would copy each array three times. A message is its fields one
+    after the other, so that each array goes straight from where it lies to its place.
+    """
+
+    def __init__(self, environments, newest_frame_only):
+        self._num_envs = environments.num_envs
+        self._spaces = environments.spaces
+        self._stack_size = environments.stack_size if newest_frame_only else 0
+
+    def encode_first(self, row, protocol_version):
+        """Return the very first row as a serialized Step with the handshake."""
+        frame, K = row["frame"], self._stack_size
+        if not (isinstance(frame, np.ndarray) and frame.ndim > 1 and frame.size > 0):
+            self._stack_size = 0
+        elif K < 2 or frame.shape[1] % K != 0:
+            self._stack_size = 0
+        else:
+            self._stacks = _Stacks(frame, K)
+        handshake = rpcenv_pb2.Handshake(
+            protocol_version=protocol_version,
+            num_envs=self._num_envs,
+            spaces=self._spaces,
+            stack_size=self._stack_size,
+        ).SerializeToString()
+        return self.encode(row, [_head(_HANDSHAKE, len(handshake)), handshake])
+
+    def encode(self, row, parts=()):
+        """Return the row as a serialized Step."""
+        parts = list(parts)
+        for key, (number, dtype) in FIELDS.items():
+            array = np.ascontiguousarray(row[key], dtype)
+            parts += _head(number, array.nbytes), array
+        frame = row["frame"]
+        if self._stack_size:
+            frame, is_full, full = self._stacks.split(frame)
+            parts += _head(_IS_FULL, is_full.nbytes), is_full
+            if len(full):
+                parts += _array_head(_FULL, full.dtype, full.shape), full
+        num_bytes = _append_nest(_OBSERVATION, frame, parts)
+        if num_bytes > MAX_MESSAGE_BYTES:
+            raise ValueError(
+                f"the observations of {self._num_envs} environments are {num_bytes} bytes, but a "
+                f"message has at most {MAX_MESSAGE_BYTES}: take fewer environments a stream"
+            )
+        return b"".join(parts)
+
+
+class _Stacks:
+    """Splits stacks of K frames into what is new in them and what was in the row before.
+
+    Args:
+      stacks: the first of them, [N, K * C, ...].
+    """
+
+    def __init__(self, stacks, stack_size):
+        self._stack_size = stack_size
+        self._channels = stacks.shape[1] // stack_size
+        self._frame_bytes = stacks.nbytes // len(stacks) // stack_size
+        # Compared as bytes, that is, to the last bit; many at once where possible.
+        size = next(size for size in (8, 4, 2, 1) if self._frame_bytes % size == 0)
+        self._word = np.dtype(f"u{size}")
+        self._newest_words = self._frame_bytes // size
+        self._before = None  # all but the oldest frame of the row before
+
+    def split(self, stacks):
+        """Return the newest frames, which columns need whole stacks, and these stacks."""
+        N = len(stacks)
+        stacks = np.ascontiguousarray(stacks)
+        words = stacks.reshape(N, -1).view(self._word)
+        if self._before is None:
+            is_full = np.ones(N, bool)
+            self._before = words[:, self._newest_words :].copy()
+        else:
+            is_full = (words[:, : -self._newest_words] != self._before).any(axis=1)
+            self._before[...] = words[:, self._newest_words :]
+        return stacks[:, -self._channels :], is_full, stacks[is_full]
+
+
+def _append_nest(number, nest, parts):
+    """Append a field that is a Nest to the parts of a message; return their length in bytes."""
+    if not isinstance(nest, (dict, tuple)):
+        array = np.ascontiguousarray(nest)
+        head = _leaf_head(number, array.dtype, array.shape)
+        parts += head, array
+        return len(head) + array.nbytes
+    at, num_bytes = len(parts), 0
+    parts.append(None)  # the head, once it is known of how many bytes
+    for item in nest.values() if isinstance(nest, dict) else nest:
+        num_bytes += _append_nest(2, item, parts)
+    for key in nest if isinstance(nest, dict) else ():
+        key = key.encode()
+        parts += _head(3, len(key)), key
+        num_bytes += len(parts[-2]) + len(key)
+    parts[at] = _head(number, num_bytes)
+    return len(parts[at]) + num_bytes
+
+
+@functools.lru_cache(1024)
+def _head(number, num_bytes):
+    """Return what stands before so many bytes of a field: its number, wire type 2, the length."""
+    head = bytearray()
+    for value in (number << 3 | 2, num_bytes):
+        while value > 127:
+            head.append(value & 127 | 128)
+            value >>= 7
+        head.append(value)
+    return bytes(head)
+
+
+@functools.lru_cache(1024)
+def _array_head(number, dtype, shape):
+    """Return what stands before the data of a field that is an Array."""
+    if dtype not in _DTYPES:
+        raise TypeError(f"an array of {dtype} cannot be sent; only numbers and bools can")
+    num_bytes = math.prod(shape) * dtype.itemsize
+    array = rpcenv_pb2.Array(dtype=_DTYPES.index(dtype), shape=shape).SerializeToString()
+    array += _head(3, num_bytes)
+    return _head(number, len(array) + num_bytes) + array
+
+
+@functools.lru_cache(1024)
+def _leaf_head(number, dtype, shape):
+    """Return what stands before the data of a field that is a Nest of one array."""
+    head = _array_head(1, dtype, shape)
+    return _head(number, len(head) + math.prod(shape) * dtype.itemsize) + head

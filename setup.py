@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build libtorchbeast's compiled part and the module `nest`; csrc/CMakeLists.txt does the work.
+
+    pip install -r requirements.txt
+    pip install --no-build-isolation -e .     # or: python setup.py build_ext --inplace
+
+SANITIZE=address, thread or undefined in the environment adds that sanitizer. gRPC and protobuf are
+the system's, or those of conda or Homebrew; what is missing is listed, with the line to install it.
+"""
+
+import filecmp
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+from setuptools import Command, Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+SANITIZERS = ("address", "thread", "undefined")
+INSTALL = {
+    "Debian, Ubuntu": "apt-get install -y",
+    "Fedora": "dnf install -y",
+    "conda": "conda install -y -c conda-forge",
+    "Homebrew": "brew install",
+}
+
+
+class Need(NamedTuple):
+    what: str
+    is_there: bool
+    packages: tuple[str, str, str, str]  # in the order of INSTALL; empty: there without one
+
+
+def prefixes() -> list[str]:
+    """Where gRPC may be, beside the system's own places."""
+    found = os.environ.get("CMAKE_PREFIX_PATH", "").split(os.pathsep)
+    found.append(os.environ.get("CONDA_PREFIX", ""))
+    if sys.platform == "darwin" and shutil.which("brew"):
+        brew = subprocess.run(["brew", "--prefix"], capture_output=True, text=True).stdout.strip()
+        found += [brew, f"{brew}/opt/openssl@3"]  # gRPC asks for OpenSSL, which lies apart
+    return [prefix for prefix in found if prefix]
+
+
+def find_program(name: str) -> str | None:
+    """Look beside this Python too, where pip puts cmake."""
+    path = [f"{prefix}/bin" for prefix in prefixes()]
+    path += [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    return shutil.which(name, path=os.pathsep.join(path))
+
+
+def find_compiler() -> list[str]:
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    commands = [shlex.split(name) for name in names]
+    return next((command for command in commands if find_program(command[0])), [])
+
+
+def has_header(header: str) -> bool:
+    includes = [f"{prefix}/include" for prefix in prefixes()]
+    if compiler := find_compiler():
+        command = [*compiler, *(f"-I{path}" for path in includes), "-E", "-x", "c++", "-"]
+        source = f"#if !__has_include(<{header}>)\n#error missing\n#endif\n"
+        return not subprocess.run(command, input=source.encode(), capture_output=True).returncode
+    return any(
+        Path(path, header).exists() for path in [*includes, "/usr/local/include", "/usr/include"]
+    )
+
+
+def find_missing() -> list[Need]:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    needs = [
+        Need(
+            "a C++ compiler: c++, g++ or clang++, or what CXX names",
+            bool(find_compiler()),
+            ("g++", "gcc-c++", "cxx-compiler", ""),  # Homebrew itself needs Apple's
+        ),
+        Need("make", bool(find_program("make")), ("make", "make", "make", "")),
+        Need("cmake", bool(find_program("cmake")), ("cmake", "cmake", "cmake", "cmake")),
+        Need(
+            "Python.h, the headers of " + sys.executable,
+            Path(sysconfig.get_path("include"), "Python.h").exists(),
+            (
+                f"python{version}-dev",
+                f"python{version}-devel",
+                f"python={version}",
+                f"python@{version}",
+            ),
+        ),
+        Need(
+            "protoc, protobuf's compiler",
+            bool(find_program("protoc")),
+            ("protobuf-compiler", "protobuf-compiler", "libprotobuf", "protobuf"),
+        ),
+        Need(
+            "grpc_cpp_plugin, protoc's plugin for gRPC",
+            bool(find_program("grpc_cpp_plugin")),
+            ("protobuf-compiler-grpc", "grpc-plugins", "libgrpc", "grpc"),
+        ),
+        Need(
+            "google/protobuf/message.h, protobuf for C++",
+            has_header("google/protobuf/message.h"),
+            ("libprotobuf-dev", "protobuf-devel", "libprotobuf", "protobuf"),
+        ),
+        Need(
+            "grpcpp/grpcpp.h, gRPC for C++",
+            has_header("grpcpp/grpcpp.h"),
+            ("libgrpc++-dev", "grpc-devel", "libgrpc", "grpc"),
+        ),
+    ]
+    return [need for need in needs if not need.is_there]
+
+
+def install_lines(missing: list[Need]) -> dict[str, str]:
+    lines = {}
+    for i, (system, command) in enumerate(INSTALL.items()):
+        packages = dict.fromkeys(need.packages[i] for need in missing if need.packages[i])
+        if packages:
+            lines[system] = f"{command} {' '.join(packages)}"
+    return lines
+
+
+def explain(missing: list[Need]) -> str:
+    lines = ["PolyBeast's C++ part cannot be built, because this is missing:"]
+    lines += [f"  {need.what}" for need in missing]
+    lines += ["Install it (the first two as root or with sudo), then run the same command again:"]
+    lines += [f"  {system + ':':16}{line}" for system, line in install_lines(missing).items()]
+    lines += ["MonoBeast (monobeast.py) and environment servers (polybeast_env.py) do without."]
+    return "\n".join(lines)
+
+
+class InstallPackages(Command):
+    description = "install what the build lacks: with apt-get as root or with sudo, else say how"
+    user_options = []
+
+    def initialize_options(self):
+        pass
+
+    def finalize_options(self):
+        pass
+
+    def run(self):
+        missing = find_missing()
+        as_root = [] if os.geteuid() == 0 else ["sudo", "-n"]
+        if missing and shutil.which("apt-get") and may_run([*as_root, "true"]):
+            line = install_lines(missing)["Debian, Ubuntu"]
+            print(f"Building PolyBeast's C++ part needs more packages: {line}", flush=True)
+            # One unreachable source need not matter.
+            subprocess.run([*as_root, "apt-get", "update", "-q"])
+            subprocess.run([*as_root, "env", "DEBIAN_FRONTEND=noninteractive", *line.split()])
+            missing = find_missing()
+        if missing:
+            raise SystemExit(explain(missing))
+
+
+def may_run(command: list[str]) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+class BuildExt(build_ext):
+    def run(self):
+        built = run_cmake()
+        for extension in self.extensions:
+            target = Path(self.get_ext_fullpath(extension.name))
+            source = built / target.name
+            if target.exists() and filecmp.cmp(source, target, shallow=False):
+                continue
+            # Renamed into place: a process that has the old one loaded keeps it.
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = target.with_name(f".{target.name}.{os.getpid()}")
+            shutil.copy(source, temporary)
+            temporary.replace(target)
+
+
+def run_cmake() -> Path:
+    """Build what has changed; returns the directory where the modules are."""
+    sanitize = os.environ.get("SANITIZE", "")
+    if sanitize and sanitize not in SANITIZERS:
+        raise SystemExit(f"SANITIZE is {sanitize!r}; it must be one of {', '.join(SANITIZERS)}.")
+    try:
+        import pybind11
+    except ImportError:
+        raise SystemExit(
+            f"{sys.executable} has no pybind11: pip install -r requirements.txt"
+        ) from None
+
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")  # .cpython-311-x86_64-linux-gnu.so
+    build = ROOT / "build" / (suffix.split(".")[1] + (f"-{sanitize}" if sanitize else ""))
+    options = [
+        f"-DPYTHON_INCLUDE_DIRS={sysconfig.get_path('include')}",
+        f"-DPYBIND11_INCLUDE_DIR={pybind11.get_include()}",
+        f"-DEXTENSION_SUFFIX={suffix}",
+        f"-DSANITIZE={sanitize}",
+        f"-DCMAKE_PREFIX_PATH={';'.join(prefixes())}",
+    ]
+    # CMake reads these once; what was built with others must go.
+    variables = ("CXX", "CXXFLAGS", "LDFLAGS", "CMAKE_GENERATOR", "MACOSX_DEPLOYMENT_TARGET")
+    made_with = "\n".join([str(ROOT), *options, *(f"{v}={os.environ.get(v)}" for v in variables)])
+    note = build / "made_with.txt"
+    cmake = find_program("cmake")
+    if not cmake or not note.exists() or note.read_text() != made_with:
+        if missing := find_missing():
+            raise SystemExit(explain(missing))
+        shutil.rmtree(build, ignore_errors=True)
+        call(cmake, "-S", ROOT / "csrc", "-B", build, *options)
+        note.write_text(made_with)
+    jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count())
+    call(cmake, "--build", build, "--parallel", jobs)
+    return build
+
+
+def call(*command) -> None:
+    # CMake's make is not part of one that may have called us.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    if subprocess.run(command, env=env).returncode != 0:
+        raise SystemExit(f"That failed, see above: {shlex.join(map(str, command))}")
+
+
+setup(
+    packages=["libtorchbeast"],
+    ext_modules=[Extension("libtorchbeast._C", []), Extension("nest", [])],
+    cmdclass={"build_ext": BuildExt, "install_packages": InstallPackages},
+)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What setup.py says where something is missing, and what it builds."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from google.protobuf import descriptor_pb2
+
+from libtorchbeast import rpcenv_pb2
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = ("make", "cmake", "protoc", "grpc_cpp_plugin", "c++")
+
+needs_programs = pytest.mark.skipif(
+    not all(map(shutil.which, PROGRAMS)), reason=f"one of {', '.join(PROGRAMS)} is missing"
+)
+
+
+@pytest.fixture
+def setup_py(tmp_path):
+    """Run setup.py on sources of its own, where nothing was built, with just these programs."""
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("csrc", "libtorchbeast"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so"))
+
+    def run(*arguments, programs=PROGRAMS, options="", **environment):
+        path = tmp_path / "bin"
+        path.mkdir()
+        for name in programs:
+            script = path / name
+            script.write_text(f'#!/bin/sh\nexec {shutil.which(name)} {options} "$@"\n')
+            script.chmod(0o755)
+        return subprocess.run(
+            [sys.executable, "setup.py", "-q", *arguments],
+            cwd=tmp_path,
+            env={"PATH": str(path), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+def install_lines(output):
+    return dict(
+        re.findall(r"^  ([\w, ]+): +((?:apt-get|dnf|conda|brew) .*)$", output, re.MULTILINE)
+    )
+
+
+@pytest.mark.parametrize("command", ["build_ext", "install_packages"])
+def test_everything_that_is_missing_is_named_with_the_line_that_installs_it(setup_py, command):
+    # A compiler that finds no headers at all.
+    result = setup_py(command, programs=["c++"], options="-nostdinc -nostdinc++")
+    assert result.returncode != 0
+    missing = result.stdout.partition("missing:\n")[2].partition("Install")[0].splitlines()
+    assert [line.split()[0].strip(",") for line in missing if "cmake" not in line] == [
+        "make",
+        "protoc",
+        "grpc_cpp_plugin",
+        "google/protobuf/message.h",
+        "grpcpp/grpcpp.h",
+    ]
+    assert {
+        name: set(line.split()) - {"cmake"} for name, line in install_lines(result.stdout).items()
+    } == {
+        "Debian, Ubuntu": set(
+            "apt-get install -y make protobuf-compiler protobuf-compiler-grpc libprotobuf-dev "
+            "libgrpc++-dev".split()
+        ),
+        "Fedora": set(
+            "dnf install -y make protobuf-compiler grpc-plugins protobuf-devel grpc-devel".split()
+        ),
+        "conda": set("conda install -y -c conda-forge make libprotobuf libgrpc".split()),
+        "Homebrew": set("brew install protobuf grpc".split()),
+    }
+    assert "Traceback" not in result.stdout
+
+
+@needs_programs
+def test_what_is_there_is_not_asked_for(setup_py):
+    result = setup_py(
+        "build_ext", programs=[name for name in PROGRAMS if name != "grpc_cpp_plugin"]
+    )
+    assert result.returncode != 0
+    assert install_lines(result.stdout) == {
+        "Debian, Ubuntu": "apt-get install -y protobuf-compiler-grpc",
+        "Fedora": "dnf install -y grpc-plugins",
+        "conda": "conda install -y -c conda-forge libgrpc",
+        "Homebrew": "brew install grpc",
+    }
+
+
+def test_without_a_compiler_one_is_asked_for(setup_py):
+    result = setup_py("build_ext", programs=[])
+    assert result.returncode != 0
+    assert "a C++ compiler" in result.stdout
+    assert "g++" in install_lines(result.stdout)["Debian, Ubuntu"].split()
+    assert "Traceback" not in result.stdout
+
+
+@needs_programs
+def test_nothing_is_installed_where_nothing_is_missing(setup_py):
+    result = setup_py("install_packages")
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+def test_an_unknown_sanitizer_is_refused(setup_py):
+    result = setup_py("build_ext", SANITIZE="memory")
+    assert result.returncode != 0
+    assert "SANITIZE is 'memory'" in result.stdout
+    assert all(name in result.stdout for name in ("address", "thread", "undefined"))
+
+
+@pytest.mark.skipif(not shutil.which("protoc"), reason="protoc is missing")
+def test_the_python_messages_are_those_of_the_proto_file(tmp_path):
+    """Else: make proto."""
+    file = tmp_path / "descriptors"
+    subprocess.run(
+        ["protoc", f"--proto_path={ROOT / 'csrc'}", f"--descriptor_set_out={file}", "rpcenv.proto"],
+        check=True,
+    )
+    (now,) = descriptor_pb2.FileDescriptorSet.FromString(file.read_bytes()).file
+    for message in now.message_type:
+        for field in message.field:
+            field.ClearField("json_name")  # protoc leaves it out of what it generates
+    assert descriptor_pb2.FileDescriptorProto.FromString(rpcenv_pb2.DESCRIPTOR.serialized_pb) == now
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ldd is Linux's")
+@pytest.mark.parametrize("module", ["libtorchbeast._C", "nest"])
+def test_modules_link_what_they_need_and_no_torch(module):
+    path = importlib.util.find_spec(module).origin
+    output = subprocess.run(["ldd", "-r", path], capture_output=True, text=True, check=True)
+    lines = (output.stdout + output.stderr).splitlines()
+    assert not [line for line in lines if "not found" in line]
+    undefined = re.findall(r"undefined symbol: (\w+)", "\n".join(lines))
+    assert not [symbol for symbol in undefined if not re.match("_?Py", symbol)]
+    linked = {line.split()[0] for line in lines if line.startswith("\t")}
+    assert not [name for name in linked if re.match("lib(torch|c10|python)", name)]
+    assert bool([name for name in linked if "grpc++" in name]) == (module == "libtorchbeast._C")
+
+
+# A list and its reverse: of any two, either comes first once.
+MODULES = ["libtorchbeast._C", "torch", "nest", "grpc", "tensorboard.summary", "cv2"]
+USE_THEM = """
+queue = libtorchbeast._C.BatchingQueue(batch_dim=0)
+queue.enqueue((torch.ones(2, 3), {"a": torch.zeros(2)}))
+ones, rest = next(queue)
+assert ones.shape == (2, 3) and nest.flatten(rest)[0].shape == (2,)
+try:
+    libtorchbeast._C.query_server("unix:/nowhere/at/all", timeout_s=0.1)
+except TimeoutError:
+    pass
+grpc.insecure_channel("localhost:1").close()
+from libtorchbeast import rpcenv_pb2
+rpcenv_pb2.Step(reward=b"1234").SerializeToString()
+cv2.resize(ones.numpy(), (5, 5))
+torch.nn.Linear(3, 3)(ones).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("modules", [MODULES, MODULES[::-1]], ids=["forward", "backward"])
+def test_the_module_gets_on_with_others_in_any_order_of_imports(modules):
+    program = "\n".join([*(f"import {module}" for module in modules), USE_THEM])
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr

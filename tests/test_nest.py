@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The module nest: tuples, lists and dicts of anything, and functions on their leaves."""
+
+import collections
+import gc
+import sys
+import threading
+import weakref
+
+import nest
+import numpy as np
+import pytest
+import torch
+from deadline import run_with_deadline
+
+
+class Leaf:
+    """An object of which there is just one, with no equal."""
+
+
+NESTS = [
+    1,
+    None,
+    "a string is a leaf",
+    (),
+    [],
+    {},
+    (1,),
+    [1, 2],
+    {"a": 1},
+    (1, (2, 3), [4, {"b": 5, "a": (6,)}], ()),
+    {"z": 1, "a": {"y": [2, 3], "b": ()}, "m": (4,)},
+]
+
+
+def with_tuples(n):
+    """Return the nest as it comes back: lists have become tuples."""
+    if isinstance(n, (tuple, list)):
+        return tuple(with_tuples(x) for x in n)
+    if isinstance(n, dict):
+        return {k: with_tuples(v) for k, v in n.items()}
+    return n
+
+
+def same(a, b):
+    """Tell whether two nests are equal, in their types too."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return a == b
+
+
+# --------------------------------------------------------------------------------- map
+
+
+@pytest.mark.parametrize("n", NESTS, ids=repr)
+def test_map_keeps_structure_and_lists_come_back_as_tuples(n):
+    assert same(nest.map(lambda x: x, n), with_tuples(n))
+
+
+def test_map_applies_the_function_to_each_leaf():
+    n = {"a": (1, [2, 3]), "b": 4}
+    assert nest.map(lambda x: 10 * x, n) == {"a": (10, (20, 30)), "b": 40}
+    assert nest.map(str, 7) == "7"
+
+
+def test_map_leaves_its_argument_alone():
+    n = {"a": [1, 2], "b": {"c": 3}}
+    mapped = nest.map(lambda x: x + 1, n)
+    assert n == {"a": [1, 2], "b": {"c": 3}}
+    assert mapped is not n and mapped["b"] is not n["b"]
+    again = nest.map(lambda x: x, n)
+    again["b"]["c"] = "new"
+    assert n["b"]["c"] == 3
+
+
+def test_leaves_may_be_anything_and_stay_the_same_objects():
+    leaves = [Leaf(), None, "ab", {1, 2}, np.zeros(3), torch.ones(2), b"x", Leaf, lambda: 0]
+    mapped = nest.map(lambda x: x, leaves)
+    assert all(a is b for a, b in zip(mapped, leaves, strict=True))
+
+
+def test_map_moves_tensors():
+    n = ({"frame": torch.zeros(2, 3, dtype=torch.uint8)}, (torch.ones(2), ()))
+    moved = nest.map(lambda t: t.to(torch.float64), n)
+    assert moved[0]["frame"].dtype == moved[1][0].dtype == torch.float64
+    assert moved[1][1] == ()
+
+
+def test_subclasses_of_tuple_and_dict_are_nests():
+    Point = collections.namedtuple("Point", "x y")
+    ordered = collections.OrderedDict(b=1, a=Point(2, 3))
+    mapped = nest.map(lambda x: -x, ordered)
+    assert mapped == {"b": -1, "a": (-2, -3)}
+    assert type(mapped) is dict and type(mapped["a"]) is tuple
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f: nest.map(f, {"a": (1,)}),
+        lambda f: nest.map_many(f, (1,), (2,)),
+        lambda f: nest.map_many2(f, [1], [2]),
+    ],
+)
+def test_errors_of_the_function_come_through(call):
+    class Own(Exception):
+        pass
+
+    error = Own("mine")
+
+    def fail(*_):
+        raise error
+
+    with pytest.raises(Own) as caught:
+        call(fail)
+    assert caught.value is error
+
+
+# ----------------------------------------------------------------------- map_many, map_many2
+
+
+def test_map_many_gives_the_function_one_list():
+    seen = []
+
+    def function(leaves):
+        assert type(leaves) is list
+        seen.append(leaves)
+        return sum(leaves)
+
+    assert nest.map_many(function, (1, {"a": 2}), [10, {"a": 20}], (100, {"a": 200})) == (
+        111,
+        {"a": 222},
+    )
+    assert sorted(seen) == [[1, 10, 100], [2, 20, 200]]
+
+
+def test_map_many_of_one_nest():
+    assert nest.map_many(lambda leaves: leaves, (1, [2])) == ([1], ([2],))
+
+
+def test_map_many_of_bare_leaves():
+    assert nest.map_many(sum, 1, 2, 3) == 6
+
+
+def test_map_many2_gives_the_function_two_arguments():
+    pairs = nest.map_many2(lambda *args: args, {"a": [1, 2], "b": ()}, {"a": (3, 4), "b": []})
+    assert pairs == {"a": ((1, 3), (2, 4)), "b": ()}
+    assert nest.map_many2(lambda a, b: (b, a), 0, 1) == (1, 0)
+
+
+def test_dicts_are_matched_by_key_whatever_their_order():
+    a, b = {"x": 1, "y": 2, "z": 3}, {"z": 30, "x": 10, "y": 20}
+    assert nest.map_many2(lambda x, y: x + y, a, b) == {"x": 11, "y": 22, "z": 33}
+    assert nest.map_many(sum, a, b, a) == {"x": 12, "y": 24, "z": 36}
+
+
+DIFFERENT = [
+    ((1, 1), (2, 2, 2)),
+    ((1, 1, 1), (2, 2)),
+    ((1,), 2),
+    (1, (2,)),
+    ((1, (2,)), (1, 2)),
+    ((1, ()), (1, 2)),
+    ((), 1),
+    ((), {}),
+    ({}, 1),
+    ((1,), {"a": 1}),
+    ({"a": 1}, (1,)),
+    ({"a": 1}, 1),
+    ({"a": 1, "b": 2}, {"a": 1}),
+    ({"a": 1}, {"a": 1, "b": 2}),
+    ({"a": 1, "b": 2}, {"a": 1, "c": 2}),
+    ({"a": {"b": (1, 2)}}, {"a": {"b": (1, 2, 3)}}),
+]
+
+
+@pytest.mark.parametrize(("a", "b"), DIFFERENT, ids=repr)
+def test_different_structures_raise_value_error(a, b):
+    with pytest.raises(ValueError):
+        nest.map_many2(lambda x, y: 0, a, b)
+    with pytest.raises(ValueError):
+        nest.map_many(lambda leaves: 0, a, b)
+    with pytest.raises(ValueError):
+        nest.map_many(lambda leaves: 0, a, a, b)
+    with pytest.raises(ValueError):
+        nest.map_many(lambda leaves: 0, b, a, a)
+
+
+# ------------------------------------------------------------------- flatten, pack_as, front
+
+
+def test_flatten_returns_a_list_of_all_leaves_in_order():
+    flat = nest.flatten((1, [2, (3, ())], {"a": 4}, 5))
+    assert flat == [1, 2, 3, 4, 5] and type(flat) is list
+    assert nest.flatten(1) == [1]
+    assert nest.flatten(()) == nest.flatten({"a": [], "b": {}}) == []
+    assert nest.flatten(None) == [None]
+
+
+def test_flatten_takes_dicts_in_one_order_with_map_and_front():
+    n = {"b": 1, "a": (2, 3), "c": {"e": 4, "d": 5}}
+    seen = []
+    nest.map(seen.append, n)
+    assert nest.flatten(n) == seen
+    assert sorted(seen) == [1, 2, 3, 4, 5]
+    assert nest.front(n) == seen[0]
+
+
+@pytest.mark.parametrize("n", NESTS, ids=repr)
+def test_pack_as_undoes_flatten(n):
+    packed = nest.pack_as(n, nest.flatten(n))
+    assert packed == with_tuples(n)
+    assert nest.pack_as(n, tuple(nest.flatten(n))) == packed
+
+
+def test_pack_as_takes_leaves_of_any_kind():
+    n = {"a": [0, 0], "b": (0,)}
+    leaves = [Leaf(), (1, 2), {"x": 1}]  # what looks like a nest is a leaf here
+    packed = nest.pack_as(n, leaves)
+    assert packed["a"][0] is leaves[0] and packed["a"][1] is leaves[1]
+    assert packed["b"][0] is leaves[2]
+    assert nest.pack_as(0, ["x"]) == "x"
+
+
+@pytest.mark.parametrize("n", NESTS, ids=repr)
+def test_pack_as_with_too_many_or_too_few_leaves_raises_value_error(n):
+    flat = nest.flatten(n)
+    with pytest.raises(ValueError):
+        nest.pack_as(n, [*flat, 1])
+    if flat:
+        with pytest.raises(ValueError):
+            nest.pack_as(n, flat[:-1])
+        with pytest.raises(ValueError):
+            nest.pack_as(n, [])
+
+
+def test_front_is_the_first_leaf():
+    assert nest.front((1, 2, 3)) == 1
+    assert nest.front([[[4]], 5]) == 4
+    assert nest.front({"a": (6, 7)}) == 6
+    assert nest.front(((), [], (8,))) == 8
+    leaf = Leaf()
+    assert nest.front(leaf) is leaf
+    assert nest.front(None) is None
+
+
+@pytest.mark.parametrize("n", [(), [], {}, ((), [{}])], ids=repr)
+def test_front_of_an_empty_nest_raises_value_error(n):
+    with pytest.raises(ValueError):
+        nest.front(n)
+
+
+# ------------------------------------------------------------------------------- memory, threads
+
+
+def test_nothing_is_leaked_or_freed_too_early():
+    leaf = Leaf()
+    n = {"a": [leaf, (leaf,)]}
+    calls = [
+        lambda: nest.map(lambda x: x, n),
+        lambda: nest.map_many(lambda leaves: leaves, n, n),
+        lambda: nest.map_many2(lambda a, b: b, n, n),
+        lambda: nest.flatten(n),
+        lambda: nest.pack_as(n, [leaf, leaf]),
+        lambda: nest.front(n),
+    ]
+    failures = [
+        lambda: nest.map(lambda x: 1 / 0, n),
+        lambda: nest.map_many2(lambda a, b: b, n, {"a": [leaf]}),
+        lambda: nest.pack_as(n, [leaf]),
+        lambda: nest.pack_as(n, [leaf] * 3),
+    ]
+    for call in calls:
+        call()
+    before = sys.getrefcount(leaf), sys.getrefcount(n), sys.getrefcount(n["a"])
+    for _ in range(100):
+        for call in calls:
+            call()
+        for call in failures:
+            with pytest.raises((ValueError, ZeroDivisionError)):
+                call()
+    assert (sys.getrefcount(leaf), sys.getrefcount(n), sys.getrefcount(n["a"])) == before
+
+    mapped = nest.map(lambda x: Leaf(), (1, 2))
+    alive = weakref.ref(mapped[0])
+    gc.collect()
+    assert alive() is not None
+    del mapped
+    assert alive() is None
+
+
+def test_the_function_may_wait_for_other_threads():
+    barrier = threading.Barrier(2, timeout=30)
+    results = {}
+
+    def map_with_a_wait(name):
+        results[name] = nest.map(lambda x: (barrier.wait(), name)[1], (1, [2, 3]))
+
+    thread = threading.Thread(target=map_with_a_wait, args=("other",), daemon=True)
+    thread.start()
+    map_with_a_wait("main")
+    thread.join(30)
+    assert results == {"main": ("main", ("main",) * 2), "other": ("other", ("other",) * 2)}
+
+
+def test_a_nest_that_is_too_deep_or_holds_itself_is_an_error_not_a_crash():
+    run_with_deadline("""
+        import nest
+
+        def refuse(function, *args):
+            try:
+                function(*args)
+            except (RecursionError, ValueError):
+                return
+            raise AssertionError(f"{function} took a nest without end")
+
+        deep = ()
+        for _ in range(100_000):
+            deep = (deep,)
+        cycle = []
+        cycle.append(cycle)
+        for n in (deep, cycle):
+            refuse(nest.map, lambda x: x, n)
+            refuse(nest.map_many, lambda x: x, n, n)
+            refuse(nest.map_many2, lambda x, y: x, n, n)
+            refuse(nest.flatten, n)
+            refuse(nest.pack_as, n, [])
+            refuse(nest.front, n)
+    """)
