@@ -335,6 +335,7 @@ class FrameStack(gym.Wrapper):
         super().__init__(env)
         if num_frames < 1:
             raise ValueError(f"frame_stack should be 1 (no stack) or more, not {num_frames}")
+        self.stack_size = num_frames
         height, width, *colors = env.observation_space.shape
         self._colors = colors[0] if colors else 1
         self._frames = np.zeros((num_frames * self._colors, height, width), np.uint8)

@@ -20,6 +20,7 @@ episode's first observation. One that is truncated takes an extra row, so that V
 bootstrap from the observation at which it was cut. The action given in that row is ignored.
 """
 
+import json
 import math
 
 import gymnasium as gym
@@ -53,6 +54,56 @@ def empty_observation(space, num_envs):
     return np.zeros((num_envs, *space.shape), space.dtype)
 
 
+def space_to_dict(space):
+    """Return a space as what JSON can say; spaces that are equal give the same."""
+    if isinstance(space, gym.spaces.Dict):
+        items = [[key, space_to_dict(s)] for key, s in space.spaces.items()]
+        return {"type": "Dict", "spaces": items}
+    if isinstance(space, gym.spaces.Tuple):
+        return {"type": "Tuple", "spaces": [space_to_dict(s) for s in space.spaces]}
+    if isinstance(space, gym.spaces.Box):
+        bounds = {"low": _bound_to_list(space.low), "high": _bound_to_list(space.high)}
+        return {"type": "Box", "shape": list(space.shape), "dtype": space.dtype.name} | bounds
+    if isinstance(space, gym.spaces.Discrete):
+        numbers = {"n": int(space.n), "start": int(space.start)}
+        return {"type": "Discrete", "dtype": space.dtype.name} | numbers
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        numbers = {"nvec": space.nvec.tolist(), "start": space.start.tolist()}
+        return {"type": "MultiDiscrete", "dtype": space.dtype.name} | numbers
+    if isinstance(space, gym.spaces.MultiBinary):
+        return {"type": "MultiBinary", "n": np.asarray(space.n).tolist()}
+    raise EnvError(f"the space {space} is of a kind that cannot be sent")
+
+
+def _bound_to_list(bound):
+    if bound.size == 0:
+        return 0
+    return bound.flat[0].item() if (bound == bound.flat[0]).all() else bound.tolist()
+
+
+def space_from_dict(d):
+    """Return the space of which `space_to_dict` made `d`."""
+    spaces = gym.spaces
+    if d["type"] == "Dict":
+        return spaces.Dict([(key, space_from_dict(s)) for key, s in d["spaces"]])
+    if d["type"] == "Tuple":
+        return spaces.Tuple([space_from_dict(s) for s in d["spaces"]])
+    if d["type"] == "Box":
+        shape = tuple(d["shape"])
+        low, high = (
+            np.broadcast_to(np.array(d[bound], d["dtype"]), shape).copy()
+            for bound in ("low", "high")
+        )
+        return spaces.Box(low, high, shape, np.dtype(d["dtype"]))
+    if d["type"] == "Discrete":
+        return spaces.Discrete(d["n"], start=d["start"], dtype=np.dtype(d["dtype"]).type)
+    if d["type"] == "MultiDiscrete":
+        return spaces.MultiDiscrete(d["nvec"], np.dtype(d["dtype"]), start=d["start"])
+    if d["type"] == "MultiBinary":
+        return spaces.MultiBinary(d["n"])
+    raise EnvError(f"there is no space of type {d['type']!r}")
+
+
 class Environments:
     """N environments, stepped one after the other as one batch.
 
@@ -67,6 +118,7 @@ class Environments:
 
     def __init__(self, create_env, num_envs, seed, name="environments"):
         self.name = name
+        self.num_envs = num_envs
         self.seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(num_envs) // 2]
         self.envs = []
         try:
@@ -104,6 +156,20 @@ class Environments:
         self._truncated = [False] * num_envs  # the last row showed the end of a cut episode
         self._game_over = [False] * num_envs
 
+    @property
+    def spaces(self):
+        """Observation and action space as JSON."""
+        spaces = {"observation": self.observation_space, "action": self.envs[0].action_space}
+        return json.dumps({k: space_to_dict(s) for k, s in spaces.items()}, sort_keys=True)
+
+    @property
+    def stack_size(self):
+        """How many frames an observation is a stack of; 0 where that is not known."""
+        try:
+            return int(self.envs[0].get_wrapper_attr("stack_size"))
+        except AttributeError:
+            return 0
+
     def initial(self):
         """Reset every environment and return the very first row."""
         for i, seed in enumerate(self.seeds):
@@ -137,6 +203,10 @@ class Environments:
             return
 
         self._steps[i] += 1
+        if not 0 <= action < self.num_actions:
+            raise self._error(
+                i, f"the action is {action}; it must be from 0 to {self.num_actions - 1}"
+            )
         try:
             observation, reward, terminated, truncated, info = self.envs[i].step(
                 action + self._first_action

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What environment.py promises about the rows of a rollout."""
 
+import json
+
 import gymnasium as gym
 import numpy as np
 import pytest
 from catch import Catch, Counter, Failing
 
-from environment import EnvError, Environments, map_nest
+from environment import EnvError, Environments, map_nest, space_from_dict, space_to_dict
 
 
 def rows_of(environments, num_steps, actions=None):
@@ -228,3 +230,67 @@ def test_close_closes_every_environment_also_after_a_failure():
     with pytest.raises(EnvError):
         Environments(lambda: Closing(next(columns)), 2, 0)
     assert closed == [5, 6]
+
+
+@pytest.mark.parametrize("action", [-1, 3])
+def test_action_out_of_range_is_an_error(action):
+    environments = Environments(lambda: Counter(length=3), 2, 0)
+    environments.initial()
+    with pytest.raises(EnvError, match=f"environment 1 .*the action is {action}; .* from 0 to 2"):
+        environments.step(np.array([0, action]))
+
+
+SPACES = {
+    "frames": gym.spaces.Box(0, 255, (4, 84, 84), np.uint8),
+    "unbounded": gym.spaces.Box(-np.inf, np.inf, (3,)),
+    "mixed": gym.spaces.Box(np.array([-0.1, -np.inf]), np.array([np.inf, 0.1]), dtype=np.float64),
+    "no dimension": gym.spaces.Box(0, 1, ()),
+    "empty": gym.spaces.Box(0, 1, (0, 3)),
+    "large": gym.spaces.Box(0, 2**64 - 1, (2,), np.uint64),
+    "half": gym.spaces.Box(0, 0.1, (2, 2), np.float16),
+    "discrete": gym.spaces.Discrete(5, start=-2, dtype=np.int32),
+    "multi-discrete": gym.spaces.MultiDiscrete([[2, 3], [4, 5]], np.int8, start=[[1, 0], [0, 1]]),
+    "multi-binary": gym.spaces.MultiBinary([2, 3]),
+    "binary": gym.spaces.MultiBinary(4),
+    "nested": gym.spaces.Dict(
+        {"b": gym.spaces.Discrete(2), "a": gym.spaces.Tuple([gym.spaces.Box(0, 1.1, (2,))])}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_spaces_survive_json(name):
+    space = SPACES[name]
+    text = json.dumps(space_to_dict(space), sort_keys=True)
+    assert "[[[" not in text  # bounds that are alike everywhere are one number
+    again = space_from_dict(json.loads(text))
+    assert again == space and repr(again) == repr(space)
+    assert again.dtype == space.dtype and again.shape == space.shape
+    if isinstance(space, gym.spaces.Box):  # which is equal to what is nearly the same
+        assert again.low.tobytes() == space.low.tobytes()
+        assert again.high.tobytes() == space.high.tobytes()
+    assert json.dumps(space_to_dict(again), sort_keys=True) == text
+
+
+def test_spaces_that_cannot_be_sent_are_refused_by_name():
+    with pytest.raises(EnvError, match=r"Text\("):
+        space_to_dict(gym.spaces.Dict(text=gym.spaces.Text(5)))
+
+
+def test_environments_tell_their_spaces_as_json():
+    environments = Environments(Counter, 2, 0)
+    spaces = json.loads(environments.spaces)
+    assert space_from_dict(spaces["observation"]) == environments.observation_space
+    assert space_from_dict(spaces["action"]) == gym.spaces.Discrete(3)
+    assert environments.spaces == Environments(Counter, 3, 1).spaces
+    assert environments.spaces != Environments(lambda: Counter(dtype=np.int32), 2, 0).spaces
+
+
+def test_environments_tell_how_many_frames_are_stacked():
+    assert Environments(Catch, 1, 0).stack_size == 0
+
+    def stacked():
+        env = gym.wrappers.FrameStackObservation(Catch(), 3)
+        return gym.wrappers.TimeLimit(env, 10)
+
+    assert Environments(stacked, 1, 0).stack_size == 3

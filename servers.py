@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where environment servers are, and who keeps them running: PolyBeast's only. No torch here.
+
+What is learned stands in polybeast.py, what is played in polybeast_env.py; here stand addresses,
+processes that are started anew when they die, and the learner's first question to a server.
+"""
+
+import contextlib
+import itertools
+import logging
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.resource_tracker
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import libtorchbeast
+from environment import EnvError
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FIRST_PAUSE, LONGEST_PAUSE = 1, 30  # seconds before a dead server is started anew
+GRACE = 5  # seconds in which servers end by themselves
+QUERY_TIMEOUT = 30  # seconds for a server to answer and to make its environments
+
+
+def consecutive_addresses(address, num_servers):
+    """Return the addresses of so many servers, of which the first is given."""
+    if num_servers < 1:
+        raise ValueError(f"--num_servers is {num_servers}; it must be positive")
+    if re.fullmatch(r"unix:.+", address):
+        if num_servers == 1:
+            return [address]
+        return [f"{address}.{i}" for i in range(num_servers)]
+    match = re.fullmatch(r"(\[.+\]|[^:\[\]]+):(\d{1,5})", address)
+    if not match:
+        raise ValueError(f"the address {address!r} should be host:port or unix:/path")
+    host, port = match[1], int(match[2])
+    if not 1 <= port <= port + num_servers - 1 < 2**16:
+        raise ValueError(
+            f"with --num_servers {num_servers} the address {address} takes the ports "
+            f"{port} to {port + num_servers - 1}, but there are only 1 to {2**16 - 1}"
+        )
+    return [f"{host}:{port + i}" for i in range(num_servers)]
+
+
+def expand_addresses(text):
+    """Return the addresses in "host:port,host:first_port-last_port,unix:/path"."""
+    addresses = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(unix:.+)|([^:]+|\[.+\]):(\d+)(?:-(\d+))?", part.strip())
+        first, last = (int(match[3] or 0), int(match[4] or match[3] or 0)) if match else (1, 0)
+        if not 0 <= first <= last < 2**16:
+            raise ValueError(
+                f"--server_addresses has {part!r}; give host:port, host:first_port-last_port or "
+                "unix:/path, separated by commas"
+            )
+        addresses += [match[1] or f"{match[2]}:{port}" for port in range(first, last + 1)]
+    return addresses
+
+
+@contextlib.contextmanager
+def local_servers(script, parser, flags):
+    """Start servers on this machine, yield their addresses and their process, and end them.
+
+    Args:
+      script: path of polybeast_env.py, or of a fork of it.
+      parser: its parser; `flags` say by the same names what is not at its default.
+    """
+    with tempfile.TemporaryDirectory(prefix="polybeast-") as folder:
+        address = flags.pipes_basename or f"unix:{folder}/server"
+        command = [sys.executable, script, "--server_address", address, "--end_with_stdin"]
+        for action in parser._actions:
+            value = getattr(flags, action.dest, None)
+            if value not in (None, action.default):
+                command += action.option_strings[:1]
+                command += [] if action.nargs == 0 else [str(value)]
+        logging.info("Starting environment servers: %s", " ".join(command))
+        # In a process group of its own, since a Ctrl-C is for the learner, which still needs them.
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+        try:
+            yield consecutive_addresses(address, flags.num_servers), process
+        finally:
+            process.stdin.close()  # upon which it ends
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()  # upon which its children end
+                process.wait()
+
+
+def query_servers(addresses, num_envs, process=None):
+    """Wait for a server that says what its environments are; return its handshake as a dict.
+
+    Args:
+      addresses: of the servers; the first one that answers is believed.
+      num_envs: environments that it shall make in order to answer; None: as many as it likes.
+      process: of servers that were started here, which are not waited for once it has ended.
+
+    Raises:
+      EnvError: every server answers, and none can be used.
+    """
+    answers = []
+
+    def ask(address):
+        try:
+            answers.append(libtorchbeast.query_server(address, num_envs, QUERY_TIMEOUT))
+        except (ConnectionError, TimeoutError) as error:
+            answers.append(error)
+
+    while True:
+        answers.clear()
+        for address in dict.fromkeys(addresses):
+            # In a thread, so that Ctrl-C reaches this one.
+            thread = threading.Thread(target=ask, args=(address,), daemon=True)
+            thread.start()
+            while thread.is_alive():
+                thread.join(0.1)
+                if process is not None and process.poll() is not None:
+                    raise EnvError("the environment servers could not be started: see above")
+            if isinstance(answers[-1], dict):
+                return answers[-1]
+            logging.warning("Waiting for environment servers: %s", answers[-1])
+        if all(isinstance(answer, ConnectionError) for answer in answers):
+            raise EnvError(f"no environment server can be used: {answers[0]}")
+
+
+def remove_socket(address):
+    if address.startswith("unix:"):
+        with contextlib.suppress(OSError):
+            os.unlink(address.removeprefix("unix:"))
+
+
+class ServerProcess:
+    """A server process, which is started anew when it dies.
+
+    Args:
+      serve: run by the process, with `flags`, `address`, a seed and a pipe; tells through that when
+        it serves (None), or why it does not (a text).
+    """
+
+    def __init__(self, serve, flags, address, number):
+        self.serve, self.flags, self.address, self.number = serve, flags, address, number
+        self.incarnations = itertools.count()
+        self.has_served = False
+        self.pause = FIRST_PAUSE
+        self.start()
+
+    def start(self):
+        self.pipe, far_end = multiprocessing.Pipe()
+        # A restarted server must not play the same games again.
+        seed = [self.number, next(self.incarnations)]
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=self.serve, args=(self.flags, self.address, seed, far_end)
+        )
+        # Blocked until it is ready for them, lest a Ctrl-C show tracebacks of imports. Starting the
+        # resource tracker would unblock them.
+        multiprocessing.resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        self.process.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        far_end.close()
+        self.start_time = time.monotonic()
+        self.failure = None
+
+    def handles(self):
+        """Return what there may be news from."""
+        return [] if self.process is None else [self.pipe, self.process.sentinel]
+
+    def check(self):
+        """Log what happened to the process; start it anew where it is time to.
+
+        Raises:
+          RuntimeError: it never came to serve.
+        """
+        now = time.monotonic()
+        if self.process is None:
+            if now >= self.start_time:
+                self.start()
+            return
+        dead = not self.process.is_alive()  # asked first, so that no last message is lost
+        with contextlib.suppress(EOFError, OSError):
+            while self.pipe.poll():
+                self.failure = self.pipe.recv()
+                if self.failure is None:
+                    self.has_served = True
+                    logging.info("serving on %s", self.address)
+        if not dead:
+            return
+        code = self.process.exitcode
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
+        cause = self.failure or f"the server of {self.address} ended, {how}"
+        if not self.has_served:
+            raise RuntimeError(cause)
+        if now - self.start_time > 2 * LONGEST_PAUSE:
+            self.pause = FIRST_PAUSE
+        logging.error("%s; it is started anew in %d s", cause, self.pause)
+        self.process, self.start_time = None, now + self.pause
+        self.pause = min(2 * self.pause, LONGEST_PAUSE)
+
+    def end(self, deadline):
+        if self.process is not None:
+            self.process.join(max(0, deadline - time.monotonic()))
+            self.process.kill()
+            self.process.join()
+        if self.has_served:
+            remove_socket(self.address)
+
+
+def keep_serving(serve, flags, addresses):
+    """Run the server processes until a signal or the end of standard input; return the status."""
+    reader, writer = os.pipe()
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, _: os.write(writer, bytes([number])))
+    servers = []
+    try:
+        for number, address in enumerate(addresses):
+            servers.append(ServerProcess(serve, flags, address, number))
+        while True:
+            handles = [reader] + [0] * flags.end_with_stdin
+            for server in servers:
+                handles += server.handles()
+            pauses = [s.start_time - time.monotonic() for s in servers if s.process is None]
+            # A dead server's handles stay silent for as long as a child of its own holds them.
+            ready = multiprocessing.connection.wait(handles, max(0, min([GRACE, *pauses])))
+            if reader in ready:
+                return 128 + os.read(reader, 1)[0]
+            if 0 in ready and not os.read(0, 2**16):
+                return 0
+            for server in servers:
+                server.check()
+    finally:
+        for server in servers:
+            if server.process is not None:
+                server.process.terminate()
+        deadline = time.monotonic() + GRACE
+        for server in servers:
+            server.end(deadline)
