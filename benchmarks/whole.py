@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast is the whole of MonoBeast, next to what its parts allow on these cores?
+"""How fast is a whole program, next to what its parts allow on these cores?
 
     python benchmarks/whole.py [--repeats 3] [flags of monobeast.py]
+    python benchmarks/whole.py --program polybeast [flags of polybeast.py]
 
 In each round every part is measured alone on one core, the other cores being idle: stepping the
-environments, inference in batches of `--envs_per_actor`, and learning from batches of
-`--batch_size` rollouts; then the whole program. If one step needs e + i + l seconds of a core for
-the three, then n cores cannot make more than n / (e + i + l) steps a second; `share` is how much of
-that the whole reaches. With a GPU, learning is measured there and does not count for the cores.
-Seconds are wall-clock time. Prints Markdown.
+environments, inference in batches of `--envs_per_actor` (or `--envs_per_stream`), and learning from
+batches of `--batch_size` rollouts; then the whole program. If one step needs e + i + l seconds of a
+core for the three, then n cores cannot make more than n / (e + i + l) steps a second; `share` is
+how much of that the whole reaches. With a GPU, learning is measured there and does not count for
+the cores. Seconds are wall-clock time. Prints Markdown.
 """
 
 import argparse
@@ -35,6 +36,8 @@ from environments import print_header  # noqa: E402
 
 import experiment  # noqa: E402
 import monobeast  # noqa: E402
+import polybeast  # noqa: E402
+import polybeast_env  # noqa: E402
 from environment import Environments, map_nest  # noqa: E402
 
 
@@ -49,25 +52,32 @@ def rate_of(function, steps_a_call, seconds):
 
 
 def make_actor(flags):
-    environments = Environments(lambda: monobeast.create_env(flags), flags.envs_per_actor, [1])
-    space, num_actions = environments.observation_space, environments.num_actions
-    return environments, monobeast.Net(space, num_actions, flags.use_lstm)
+    """Return environments and model as one actor, or stream, of the program has them."""
+    poly = hasattr(flags, "envs_per_stream")
+    create_env = polybeast_env.create_env if poly else monobeast.create_env
+    num_envs = (flags.envs_per_stream or 8) if poly else flags.envs_per_actor
+    environments = Environments(lambda: create_env(flags), num_envs, [1])
+    arguments = (environments.observation_space, environments.num_actions, flags.use_lstm)
+    if poly:
+        return environments, polybeast.Net(*arguments, flags.model)
+    return environments, monobeast.Net(*arguments)
 
 
 def measure_environments(flags, seconds):
     environments, model = make_actor(flags)
     environments.initial()
     random = np.random.default_rng(1)
-    actions = itertools.cycle(random.integers(model.num_actions, size=(999, flags.envs_per_actor)))
-    return rate_of(lambda: environments.step(next(actions)), flags.envs_per_actor, seconds)
+    N = environments.num_envs
+    actions = itertools.cycle(random.integers(model.num_actions, size=(999, N)))
+    return rate_of(lambda: environments.step(next(actions)), N, seconds)
 
 
 @torch.inference_mode()
 def measure_inference(flags, seconds):
     environments, model = make_actor(flags)
     inputs = map_nest(lambda a: torch.from_numpy(a).unsqueeze(0), environments.initial())
-    agent_state = model.initial_state(flags.envs_per_actor)
-    return rate_of(lambda: model(inputs, agent_state), flags.envs_per_actor, seconds)
+    agent_state = model.initial_state(environments.num_envs)
+    return rate_of(lambda: model(inputs, agent_state), environments.num_envs, seconds)
 
 
 def measure_learning(flags, seconds):
@@ -104,10 +114,10 @@ def measure_part(name, flags, seconds, pipe):
     pipe.send(PARTS[name](flags, seconds))
 
 
-def measure_whole(arguments, seconds):
+def measure_whole(program, arguments, seconds):
     """Run the program; return its steps/s after a third of the time to warm up."""
     with tempfile.TemporaryDirectory() as savedir:
-        command = [sys.executable, str(ROOT / "monobeast.py"), "--savedir", savedir]
+        command = [sys.executable, program.__file__, "--savedir", savedir]
         command += ["--xpid", "benchmark", "--disable_checkpoint", *arguments]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         logs = pathlib.Path(savedir) / "benchmark" / "logs.csv"
@@ -133,8 +143,10 @@ def main():
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument("--seconds", type=float, default=10, help="for a part (default: 10)")
     parser.add_argument("--whole_seconds", type=float, default=45, help="(default: 45)")
+    parser.add_argument("--program", default="monobeast", choices=["monobeast", "polybeast"])
     options, arguments = parser.parse_known_args()
-    flags = monobeast.parser.parse_args(arguments)
+    program = {"monobeast": monobeast, "polybeast": polybeast}[options.program]
+    flags = program.parser.parse_args(arguments)
     print_header(ale_py, gym, np, torch)
     print(f"- {flags.env}, median of {options.repeats} rounds", flush=True)
 
@@ -149,7 +161,7 @@ def main():
             far_end.close()  # so that recv raises if the process dies
             rates[name].append(pipe.recv())
             process.join()
-        rates["whole program"].append(measure_whole(arguments, options.whole_seconds))
+        rates["whole program"].append(measure_whole(program, arguments, options.whole_seconds))
         busy = list(PARTS)
         if torch.cuda.is_available() and not flags.disable_cuda:
             busy.remove("learning")

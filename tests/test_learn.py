@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics of the learner, row by row, through `learn` itself.
+"""The mathematics of the learner, row by row, through the `learn` of both programs.
 
 The model is a table: what it answers to a row is a parameter of that row's own. So the gradient
 says of each row by itself what the loss wants of it.
@@ -15,13 +15,21 @@ import torch
 from torch import nn
 
 import monobeast
+import polybeast
 from environment import Environments, map_nest
 
 T, A = 5, 3
+program = None  # what is tested now
+
+
+@pytest.fixture(autouse=True, params=[monobeast, polybeast], ids=lambda module: module.__name__)
+def each_program(request):
+    global program
+    program = request.param
 
 
 def make_flags(**overrides):
-    flags = vars(monobeast.parser.parse_args([]))
+    flags = vars(program.parser.parse_args([]))
     # So that the discount is exact in float32, too.
     return argparse.Namespace(**{**flags, "discounting": 0.875, **overrides})
 
@@ -85,7 +93,7 @@ def learn(batch, model, **overrides):
     """Return the figures of one `learn`, and leave its gradient in the model's parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     flags = make_flags(**{"grad_norm_clipping": 1e9, **overrides})
-    return monobeast.learn(flags, model, batch, (), optimizer)
+    return program.learn(flags, model, batch, (), optimizer)
 
 
 def gradients(stream, model, **overrides):
@@ -333,7 +341,7 @@ def test_entropy_cost_makes_the_policy_more_even():
     stream["reward"].zero_()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     losses = [
-        monobeast.learn(flags, model, rollouts(stream), (), optimizer)["entropy_loss"]
+        program.learn(flags, model, rollouts(stream), (), optimizer)["entropy_loss"]
         for _ in range(200)
     ]
     assert all(b < a for a, b in zip(losses[:20], losses[1:21], strict=True))
@@ -357,7 +365,7 @@ def test_learn_takes_one_step_of_the_optimizer_each_time():
     for _ in range(2):  # the second gradient holds nothing of the first
         old = model.baseline.detach().clone()
         _, _, expected = naive_losses(batch, model, flags)
-        monobeast.learn(flags, model, batch, (), optimizer)
+        program.learn(flags, model, batch, (), optimizer)
         torch.testing.assert_close(model.baseline, old - 0.125 * torch.from_numpy(expected))
 
 
@@ -403,7 +411,7 @@ def learn_wheel(mistake=None):
         batch = {key: torch.stack([r[key] for r in rows]) for key in rows[0]}
         if mistake is not None:
             mistake(batch)
-        monobeast.learn(flags, model, batch, (), optimizer)
+        program.learn(flags, model, batch, (), optimizer)
     return model.baseline.tolist()
 
 

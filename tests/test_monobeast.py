@@ -1,123 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole program, as a process of its own: it learns, stops, goes on, plays, and fails well."""
 
-import csv
-import json
 import os
-import pathlib
 import re
 import signal
-import subprocess
-import sys
-import time
 
 import catch  # noqa: F401 - it makes the monobeast of this process play Catch
 import numpy as np
 import pytest
 import torch
+from program import (
+    DEADLINE,
+    TESTS,
+    Program,
+    column,
+    last_step,
+    load,
+    read_meta,
+    read_rows,
+    run,
+    shared_memory,
+    split_words,
+)
 
 import monobeast
 from experiment import FlagError
 
-TESTS = pathlib.Path(__file__).parent
 CATCH, MONOBEAST = TESTS / "catch.py", TESTS.parent / "monobeast.py"
-DEADLINE = 120  # seconds, of which a loaded machine may need some
 # Learns Catch in all of a dozen seeds; a few seconds on two cores.
 GOOD = "--num_actors 1 --envs_per_actor 8 --learning_rate 0.01 --total_steps 150_000"
 SMALL = "--num_actors 2 --envs_per_actor 2 --batch_size 4"
-
-
-class Program:
-    """A program in a session of its own, all of which is killed in the end."""
-
-    def __init__(self, script, *arguments, cwd=None, **environ):
-        words = [w for a in arguments for w in (a.split() if isinstance(a, str) else [str(a)])]
-        self.process = subprocess.Popen(
-            [sys.executable, script, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            cwd=cwd,
-            env=os.environ | environ,
-        )
-        self.pid = self.process.pid  # and id of the session
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for pid in self.members():
-            os.kill(pid, signal.SIGKILL)
-        self.process.communicate()
-
-    def members(self):
-        """Return the ids of all processes of the session that have not ended."""
-        members = []
-        for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-            try:
-                state, _, _, session, *_ = path.read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # it has just ended
-            if int(session) == self.pid and state not in "ZX":
-                members.append(int(path.parent.name))
-        return members
-
-    def wait_for_members(self):
-        """Wait until no process is left: the fork server takes a moment to see that it may go."""
-        wait_until(lambda: self.members() == [], 10)
-
-    def end(self, seconds=DEADLINE):
-        """Wait for the end; return status and what was printed."""
-        output, _ = self.process.communicate(timeout=seconds)
-        return self.process.returncode, output
-
-
-def run(script, *arguments, **kwargs):
-    with Program(script, *arguments, **kwargs) as program:
-        status, output = program.end()
-        program.wait_for_members()
-        return status, output
-
-
-def wait_until(condition, seconds=DEADLINE):
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return result
-
-
-def read_rows(folder):
-    """Return the rows of logs.csv; none while there is no such file."""
-    try:
-        with open(folder / "logs.csv", newline="") as file:
-            return list(csv.DictReader(file))
-    except FileNotFoundError:
-        return []
-
-
-def last_step(folder):
-    """Return the step in the last row of logs.csv, -1 where there is none yet."""
-    steps = [row["step"] for row in read_rows(folder)]
-    return int(steps[-1] or -1) if steps else -1
-
-
-def column(rows, key):
-    return [float(row[key]) for row in rows if row[key]]
-
-
-def load(path):
-    return torch.load(path, weights_only=True)
-
-
-def read_meta(folder):
-    return json.loads((folder / "meta.json").read_text())
-
-
-def shared_memory():
-    return set(os.listdir("/dev/shm"))
 
 
 # ---------------------------------------------------------------------- one run from start to end
@@ -222,8 +134,7 @@ def test_checkpoint_holds_all_that_goes_on(learned):
 def play(capsys, *arguments):
     """Run a test in this process; return what it printed and the returns that it told of."""
     capsys.readouterr()
-    words = [w for a in arguments for w in (a.split() if isinstance(a, str) else [str(a)])]
-    assert monobeast.main(["--mode", "test", *words]) == 0
+    assert monobeast.main(["--mode", "test", *split_words(arguments)]) == 0
     output = capsys.readouterr().out
     return output, [float(r) for r in re.findall(r"^game \d+: return (\S+) in", output, re.M)]
 
@@ -394,7 +305,7 @@ def stopped(tmp_path_factory):
     facts["folder"], facts["shared_before"] = folder, shared_memory()
     words = "--env Catch --seed 5 --learning_rate 0.003 --alpha 0.98 --total_steps 2_000_000"
     with Program(CATCH, SMALL, words, "--xpid run --savedir", savedir) as program:
-        wait_until(lambda: last_step(folder) > 1000)
+        program.wait_until(lambda: last_step(folder) > 1000)
         with pytest.raises(FlagError) as refused:
             monobeast.main(["--env", "Catch", "--xpid", "run", "--savedir", str(savedir)])
         facts["refused"] = str(refused.value)
@@ -416,7 +327,7 @@ def stopped(tmp_path_factory):
     spy.write_text(SPY.format(tests=str(TESTS), path=str(told)))
     with Program(spy, "--xpid run --savedir", savedir) as program:
         step = facts["checkpoint"]["step"]
-        wait_until(lambda: step + 1000 < last_step(folder) < 1999999)
+        program.wait_until(lambda: step + 1000 < last_step(folder) < 1999999)
         os.killpg(program.pid, signal.SIGINT)  # as a terminal does
         facts["int_status"], facts["int_output"] = program.end(10)
         program.wait_for_members()
@@ -509,7 +420,7 @@ def test_a_second_process_in_the_same_folder_is_refused(stopped):
 def test_children_end_by_themselves_after_sigkill(tmp_path):
     words = f"{SMALL} --env Catch --total_steps 100_000_000 --savedir {tmp_path} --xpid run"
     with Program(CATCH, words) as program:
-        wait_until(lambda: last_step(tmp_path / "run") > 0)
+        program.wait_until(lambda: last_step(tmp_path / "run") > 0)
         assert len(program.members()) >= 4
         program.process.kill()
         program.process.wait(DEADLINE)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many agent steps/s pass through actor pool, dynamic batcher, learner queue and servers?
+
+    python benchmarks/transport.py [--repeats 3] [--seconds 6]
+
+The environments are mocks that do nothing, inference answers at once, and the learner takes its
+batches and drops them: what is left is PolyBeast's own work, on both sides of the wire, on all
+cores. Each case is measured anew in each round. CPU time is what a step costs on either side: it
+says more than the rate where the machine does other things too. Prints Markdown.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import numpy as np  # noqa: E402
+
+import libtorchbeast  # noqa: E402
+
+UNROLL_LENGTH = 20
+
+
+class Case(NamedTuple):
+    name: str
+    shape: tuple
+    stack_size: int  # 0: whole observations travel
+    num_streams: int
+    envs_per_stream: int
+    num_servers: int
+    fork: bool = False  # as forks use it: env outputs as a tuple, one environment a stream
+    goal: int | None = None
+    tcp: bool = True
+
+
+CASES = [
+    Case("4x84x84, whole", (4, 84, 84), 0, 2, 32, 2, goal=60_000),
+    Case("4x84x84, newest frame only", (4, 84, 84), 4, 2, 32, 2, goal=100_000),
+    Case("100 bytes", (100,), 0, 2, 32, 2, goal=200_000),
+    Case("100 bytes, as forks use it", (100,), 0, 8, 1, 2, fork=True, goal=10_000),
+    *(
+        Case(f"newest frame only, {n} x 32 environments", (4, 84, 84), 4, n, 32, 2)
+        for n in (1, 2, 4, 8, 16, 32)
+    ),
+]
+
+
+class MockEnvironments:
+    """N environments whose frames move on as stacks do, at the cost of a copy."""
+
+    spaces = json.dumps("mock")
+
+    def __init__(self, shape, stack_size, num_envs):
+        self.num_envs, self.stack_size = num_envs, stack_size
+        random = np.random.default_rng(1)
+        channels = shape[0] // max(stack_size, 1)  # new ones in each row
+        ring = random.integers(0, 256, (num_envs, 8 * channels, *shape[1:]), np.uint8)
+        ring = np.concatenate([ring, ring], axis=1)
+        self._frames = [  # each moved on by one frame, also the first after the last
+            np.ascontiguousarray(ring[:, i * channels : i * channels + shape[0]]) for i in range(8)
+        ]
+        self.row = {
+            "frame": self._frames[0],
+            "reward": np.zeros(num_envs, np.float32),
+            "done": np.zeros(num_envs, bool),
+            "truncated": np.zeros(num_envs, bool),
+            "terminated": np.zeros(num_envs, bool),
+            "episode_return": np.zeros(num_envs, np.float32),
+            "episode_step": np.zeros(num_envs, np.int32),
+            "game_done": np.zeros(num_envs, bool),
+            "game_return": np.zeros(num_envs, np.float32),
+            "game_step": np.zeros(num_envs, np.int32),
+            "last_action": np.zeros(num_envs, np.int64),
+        }
+        self._count = 0
+
+    def initial(self):
+        return self.row
+
+    def step(self, actions):
+        self._count += 1
+        self.row["frame"] = self._frames[self._count % len(self._frames)]
+        return self.row
+
+    def close(self):
+        pass
+
+
+def serve(case, address, pipe):
+    def make(num_envs, seed, name):
+        return MockEnvironments(case.shape, case.stack_size, case.envs_per_stream)
+
+    server = libtorchbeast.Server(None, address, make_environments=make)
+    server.run(pipe.send)
+
+
+def measure(case, seconds):
+    """Return environment steps/s, and microseconds of CPU a step of the learner and of the servers.
+
+    Measured after a third of the time to warm up.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        servers, addresses = [], []
+        for i in range(case.num_servers):
+            pipe, far_end = context.Pipe()
+            address = "127.0.0.1:0" if case.tcp else f"unix:{folder}/{i}"
+            server = context.Process(target=serve, args=(case, address, far_end), daemon=True)
+            server.start()
+            servers.append(server)
+            addresses.append(pipe.recv())
+        try:
+            return measure_on(case, seconds, addresses, [s.pid for s in servers], torch)
+        finally:
+            for server in servers:
+                server.kill()
+                server.join()
+
+
+def cpu_seconds(pids):
+    """Return the CPU time that these processes have taken so far."""
+    ticks = 0
+    for pid in pids:
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])  # utime and stime
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def measure_on(case, seconds, addresses, server_pids, torch):
+    N = case.envs_per_stream
+    batcher = libtorchbeast.DynamicBatcher(minimum_batch_size=1, maximum_batch_size=1024)
+    queue = libtorchbeast.BatchingQueue(
+        minimum_batch_size=32, maximum_batch_size=32, maximum_queue_size=64
+    )
+    agent_state = ()
+    options = {} if case.fork else {"dict_outputs": True, "newest_frame_only": case.stack_size > 0}
+    pool = libtorchbeast.ActorPool(
+        UNROLL_LENGTH,
+        queue,
+        batcher,
+        [addresses[i % len(addresses)] for i in range(case.num_streams)],
+        agent_state,
+        **options,
+    )
+
+    def infer():
+        for batch in batcher:
+            rows, state = batch.get_inputs()
+            columns = (rows[1] if case.fork else rows["reward"]).shape[1]
+            action = torch.zeros(1, columns, dtype=torch.int64)
+            logits, baseline = torch.zeros(1, columns, 6), torch.zeros(1, columns)
+            if case.fork:
+                outputs = (action, logits, baseline)
+            else:
+                outputs = {"action": action, "policy_logits": logits, "baseline": baseline}
+            batch.set_outputs((outputs, state))
+
+    def learn():
+        for _ in queue:
+            pass
+
+    threads = [threading.Thread(target=f) for f in (pool.run, infer, learn)]
+    for thread in threads:
+        thread.start()
+    while pool.count() < 20 * N * case.num_streams:
+        time.sleep(0.01)
+    time.sleep(seconds / 3)
+    pids = [[os.getpid()], server_pids]
+    begin, count = time.perf_counter(), pool.count()
+    cpu = [cpu_seconds(side) for side in pids]
+    time.sleep(seconds)
+    steps = pool.count() - count
+    rate = steps / (time.perf_counter() - begin)
+    costs = [1e6 * (cpu_seconds(side) - c) / steps for side, c in zip(pids, cpu, strict=True)]
+    queue.close()
+    batcher.close()
+    for thread in threads:
+        thread.join()
+    return rate, *costs
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3, help="rounds (default: 3)")
+    parser.add_argument("--seconds", type=float, default=6, help="a case (default: 6)")
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    flags = parser.parse_args()
+
+    import grpc
+    import torch
+    from environments import print_header
+
+    print_header(grpc, np, torch)
+    print(f"- unroll length {UNROLL_LENGTH}, median of {flags.repeats} rounds\n", flush=True)
+    cases = [case for case in CASES if flags.only in case.name]
+    rates = {case.name: [] for case in cases}
+    for _ in range(flags.repeats):
+        for case in cases:
+            rates[case.name].append(measure(case, flags.seconds))
+    titles = ["case", "streams x environments", "steps/s", "lowest", "highest", "goal"]
+    print("|", " | ".join([*titles, "CPU a step, learner", "servers"]), "|")
+    print("|---|---|---|---|---|---|---|---|")
+    for case in cases:
+        values, *costs = zip(*rates[case.name], strict=True)
+        numbers = [f"{v:,.0f}" for v in (statistics.median(values), min(values), max(values))]
+        goal = f"{case.goal:,}" if case.goal else ""
+        shape = f"{case.num_streams} x {case.envs_per_stream}"
+        costs = [f"{statistics.median(cost):.1f} us" for cost in costs]
+        print("|", " | ".join([case.name, shape, *numbers, goal, *costs]), "|")
+
+
+if __name__ == "__main__":
+    main()

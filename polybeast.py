@@ -1,0 +1,636 @@
+# SPDX-License-Identifier: Apache-2.0
+"""IMPALA on many machines: environment servers, dynamic batching, one learner.
+
+    python polybeast.py --env PongNoFrameskip-v4              train, with servers of its own
+    python polybeast.py --server_addresses host1:50051,...    train on servers that run already
+    python polybeast.py --mode test --xpid NAME               play whole games with the checkpoint
+
+    environment servers          actor pool (C++, one thread a stream)
+    polybeast_env.py  --------->  actor 0 ---+ inference batcher   inference threads
+      N environments  <-- gRPC -- actor 1 ---+------ rows ------->   Net, on batches of rows
+    polybeast_env.py  --------->  ...        |<----- actions -----
+      N environments  <---------- actor k ---+                          ^ weights, as one
+                                    | rollouts                          | consistent version
+                                    v                                   |
+                                 learner queue --- batches ---> learner threads: V-trace, loss,
+                                                                RMSProp
+
+To change the model, edit AtariNet; the loss, compute_loss; the environment, create_env in
+polybeast_env.py.
+
+Shapes: T unroll length, B batch size, N environments a stream, A actions. A rollout has T + 1
+rows, of which the first is the last of the rollout before it; environment.py says what they hold.
+"""
+
+import argparse
+import copy
+import functools
+import json
+import logging
+import math
+import os
+import pprint
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import atari_wrappers
+import evaluate
+import experiment
+import libtorchbeast
+import polybeast_env
+import vtrace
+from environment import EnvError, empty_observation, map_nest, space_from_dict
+from servers import consecutive_addresses, expand_addresses, local_servers, query_servers
+
+# fmt: off
+parser = argparse.ArgumentParser(
+    description="IMPALA on many machines.", formatter_class=experiment.HelpFormatter,
+    allow_abbrev=False)
+
+run = parser.add_argument_group("run")
+run.add_argument("--mode", default="train", choices=["train", "test", "test_render"],
+                 help="Train, or play whole games with a checkpoint, shown on screen or not.")
+run.add_argument("--env", default="PongNoFrameskip-v4", help="Gymnasium environment.")
+run.add_argument("--xpid", help="Name of the run; one that has a checkpoint is resumed. "
+                 "By default a new name, made of the time; to test, the latest run.")
+run.add_argument("--savedir", default="~/logs/torchbeast", help="Folder of all runs.")
+run.add_argument("--seed", type=int, help="Seed of environments, model and action sampling. "
+                 "By default a random one, which meta.json tells.")
+run.add_argument("--disable_checkpoint", action="store_true", help="Save no checkpoint.")
+run.add_argument("--disable_cuda", action="store_true", help="Learn on the CPU.")
+run.add_argument("--num_episodes", default=10, type=int, help="Whole games that a test plays.")
+run.add_argument("--greedy", action="store_true",
+                 help="In a test, take the most probable action instead of sampling.")
+
+training = parser.add_argument_group("training")
+training.add_argument("--total_steps", default=5_000_000, type=int,
+                      help="Agent steps to learn from.")
+training.add_argument("--batch_size", default=8, type=int, help="Rollouts in a batch.")
+training.add_argument("--unroll_length", default=20, type=int, help="Steps in a rollout.")
+training.add_argument("--num_learner_threads", default=2, type=int,
+                      help="Threads that fetch batches; one learns while others fetch the next.")
+training.add_argument("--num_inference_threads", default=1, type=int,
+                      help="Threads that answer batches of rows.")
+training.add_argument("--max_learner_queue_size", type=int, help="Rollouts that wait for the "
+                      "learner before actors do. By default batch_size.")
+training.add_argument("--model", default="deep", choices=["deep", "shallow"],
+                      help="IMPALA's residual net, or the net of MonoBeast.")
+training.add_argument("--use_lstm", action="store_true", help="Use an LSTM.")
+training.add_argument("--write_profiler_trace", action="store_true",
+                      help="Write a trace of 20 updates into the run's folder.")
+
+servers = parser.add_argument_group("environment servers")
+servers.add_argument("--server_addresses", help="Where servers run already: host:port, "
+                     "host:first_port-last_port or unix:/path, separated by commas. By default "
+                     "servers are started here.")
+servers.add_argument("--num_servers", default=2, type=int, help="Server processes to start here.")
+servers.add_argument("--pipes_basename", help="Start them at NAME.0, NAME.1, ..., such as "
+                     "unix:/tmp/polybeast. By default in a temporary folder.")
+servers.add_argument("--num_actors", type=int, help="Streams, which the servers share. "
+                     "By default one for each server.")
+servers.add_argument("--envs_per_stream", type=int, help="Environments that a server steps as one "
+                     "batch. By default as its own flag says, which is 8 unless it was given.")
+
+loss = parser.add_argument_group("loss")
+loss.add_argument("--entropy_cost", default=0.01, type=float, help="Weight of the entropy.")
+loss.add_argument("--baseline_cost", default=0.5, type=float, help="Weight of the baseline loss.")
+loss.add_argument("--discounting", default=0.99, type=float, help="Discount a step.")
+loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "none"],
+                  help="Clip rewards to [-1, 1] in the learner.")
+
+optimizer = parser.add_argument_group("optimizer (RMSProp)")
+optimizer.add_argument("--learning_rate", default=6e-4, type=float,
+                       help="Learning rate at the start; falls linearly to 0 at total_steps.")
+optimizer.add_argument("--alpha", default=0.99, type=float, help="Smoothing constant.")
+optimizer.add_argument("--momentum", default=0.0, type=float, help="Momentum.")
+optimizer.add_argument("--epsilon", default=0.01, type=float, help="Added outside the root.")
+optimizer.add_argument("--grad_norm_clipping", default=40.0, type=float,
+                       help="Largest norm of the gradient.")
+
+atari_wrappers.add_flags(parser)
+# fmt: on
+
+LOG_INTERVAL = 5  # seconds
+CHECKPOINT_INTERVAL = 5 * 60  # seconds
+CONNECT_TIMEOUT = 60  # seconds until a server that does not answer is spoken of
+ENV_SCRIPT = polybeast_env.__file__  # what local servers run
+
+
+def shallow_trunk(num_channels):
+    return nn.Sequential(
+        nn.Conv2d(num_channels, 32, kernel_size=8, stride=4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(32, 64, kernel_size=4, stride=2),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(64, 64, kernel_size=3, stride=1),
+        nn.ReLU(inplace=True),
+    )
+
+
+def deep_trunk(num_channels):
+    layers = []
+    for num_features in (16, 32, 32):
+        layers += [
+            nn.Conv2d(num_channels, num_features, kernel_size=3, padding=1),
+            nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+            ResidualBlock(num_features),
+            ResidualBlock(num_features),
+        ]
+        num_channels = num_features
+    return nn.Sequential(*layers, nn.ReLU(inplace=True))
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions beside the identity, which is all there is at first: conv2 begins at 0."""
+
+    def __init__(self, num_features):
+        super().__init__()
+        self.conv1 = nn.Conv2d(num_features, num_features, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv2d(num_features, num_features, kernel_size=3, padding=1)
+
+    def forward(self, x):
+        return x + self.conv2(F.relu(self.conv1(F.relu(x)), inplace=True))
+
+
+class AtariNet(nn.Module):
+    """An Atari network, with an optional LSTM: policy logits and baseline.
+
+    `model` is "deep" (residual blocks, Espeholt et al. 2018, figure 3) or "shallow".
+    """
+
+    def __init__(self, observation_space, num_actions, use_lstm=False, model="deep"):
+        super().__init__()
+        shape = observation_space.shape
+        if shape is None or len(shape) != 3 or min(shape[1:]) < 36:
+            raise experiment.FlagError(
+                f"Net is for frames [channels, height, width] of at least 36x36 pixels, but the "
+                f"environment's observations are {observation_space}; edit Net in {__file__}"
+            )
+        self.num_actions = num_actions
+        self.conv = deep_trunk(shape[0]) if model == "deep" else shallow_trunk(shape[0])
+        with torch.no_grad():
+            num_features = self.conv(torch.zeros(1, *shape)).numel()
+        hidden_size = 256 if model == "deep" else 512
+        self.fc = nn.Linear(num_features, hidden_size)
+        core_size = hidden_size + num_actions + 1
+        self.lstm = nn.LSTM(core_size, 256) if use_lstm else None
+        if use_lstm:
+            core_size = 256
+        self.policy = nn.Linear(core_size, num_actions)
+        self.baseline = nn.Linear(core_size, 1)
+        # With initial weights as small as PyTorch's, the first updates push most ReLUs below zero.
+        gains = {layer: 2**0.5 for layer in self.conv.modules() if isinstance(layer, nn.Conv2d)}
+        gains |= {block.conv2: 0.0 for block in self.conv.modules() if hasattr(block, "conv2")}
+        gains |= {self.fc: 2**0.5, self.policy: 0.01, self.baseline: 1.0}
+        for layer, gain in gains.items():
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+        self.to(memory_format=torch.channels_last)  # faster convolutions, on CPU and GPU
+
+    def initial_state(self, batch_size):
+        """Return the recurrent state at the start of an episode: tensors [layers, B, hidden]."""
+        if self.lstm is None:
+            return ()
+        return tuple(torch.zeros(1, batch_size, self.lstm.hidden_size) for _ in range(2))
+
+    def forward(self, inputs, agent_state):
+        """Answer each row.
+
+        Args:
+          inputs: rows as a dict of [T, B, ...] tensors; frame, reward, done and last_action count.
+          agent_state: recurrent state before the first row.
+
+        Returns:
+          A dict of policy_logits [T, B, A], baseline [T, B] and action [T, B] (sampled in training
+          mode, else the most probable), and the recurrent state after the last row.
+        """
+        T, B = inputs["reward"].shape
+        x = inputs["frame"].flatten(0, 1)  # [T * B, C, H, W]
+        x = x.contiguous(memory_format=torch.channels_last) / 255
+        x = self.conv(x).permute(0, 2, 3, 1)  # as it lies in memory: no copy, and none backward
+        x = F.relu(self.fc(x.flatten(1)))
+        last_action = F.one_hot(inputs["last_action"].flatten(), self.num_actions).float()
+        reward = inputs["reward"].clamp(-1, 1).view(T * B, 1)
+        x = torch.cat([x, reward, last_action], dim=1)
+
+        if self.lstm is not None:
+            outputs = []
+            for x_t, done in zip(x.view(T, B, -1), inputs["done"], strict=True):
+                # A new episode begins in this row, so it starts from the initial state.
+                keep = (~done).float().view(1, B, 1)
+                agent_state = tuple(s * keep for s in agent_state)
+                output, agent_state = self.lstm(x_t.unsqueeze(0), agent_state)
+                outputs.append(output)
+            x = torch.cat(outputs).flatten(0, 1)
+
+        policy_logits = self.policy(x)  # [T * B, A]
+        baseline = self.baseline(x)
+        if self.training:
+            action = torch.multinomial(F.softmax(policy_logits, dim=1), num_samples=1)
+        else:
+            action = policy_logits.argmax(dim=1)
+        return {
+            "policy_logits": policy_logits.view(T, B, self.num_actions),
+            "baseline": baseline.view(T, B),
+            "action": action.view(T, B),
+        }, agent_state
+
+
+Net = AtariNet  # what is trained
+
+
+def compute_policy_gradient_loss(logits, actions, advantages, mask):
+    cross_entropy = F.cross_entropy(logits.flatten(0, 1), actions.flatten(), reduction="none")
+    return torch.sum(torch.where(mask, cross_entropy.view_as(advantages) * advantages, 0))
+
+
+def compute_baseline_loss(advantages, mask):
+    return 0.5 * torch.sum(torch.where(mask, advantages**2, 0))
+
+
+def compute_entropy_loss(logits, mask):
+    """Return the negative entropy."""
+    log_policy = F.log_softmax(logits, dim=-1)
+    return torch.sum(torch.where(mask, torch.sum(log_policy.exp() * log_policy, dim=-1), 0))
+
+
+def compute_loss(flags, model, batch, initial_agent_state):
+    """Return the loss of a batch of rollouts ([T + 1, B, ...] each), summed over T and B.
+
+    The step sizes of the IMPALA paper (Table G.1) go with a sum, not with a mean.
+    """
+    outputs, _ = model(batch, initial_agent_state)
+    bootstrap_value = outputs["baseline"][-1]  # [B]
+
+    # Index t of all that follows is the transition from row t to row t + 1. What was recorded about
+    # it stands in row t + 1; what the model says of it now comes from the row that it leaves.
+    actions = batch["action"][1:]
+    behavior_policy_logits = batch["policy_logits"][1:]
+    rewards = batch["reward"][1:]
+    target_policy_logits = outputs["policy_logits"][:-1]
+    values = outputs["baseline"][:-1]
+    # Out of the last row of an episode there is no transition, only a reset.
+    mask = ~(batch["truncated"] | batch["terminated"])[:-1]
+    discounts = flags.discounting * (~(batch["done"] | batch["terminated"])[1:]).float()
+    if flags.reward_clipping == "abs_one":
+        rewards = rewards.clamp(-1, 1)
+
+    targets = vtrace.from_logits(
+        behavior_policy_logits=behavior_policy_logits,
+        target_policy_logits=target_policy_logits,
+        actions=actions,
+        discounts=discounts,
+        rewards=rewards,
+        values=values,
+        bootstrap_value=bootstrap_value,
+        mask=mask,
+    )
+    pg_loss = compute_policy_gradient_loss(
+        target_policy_logits, actions, targets.pg_advantages, mask
+    )
+    baseline_loss = flags.baseline_cost * compute_baseline_loss(targets.vs - values, mask)
+    entropy_loss = flags.entropy_cost * compute_entropy_loss(target_policy_logits, mask)
+    total_loss = pg_loss + baseline_loss + entropy_loss
+    return total_loss, {
+        "total_loss": total_loss.detach(),
+        "pg_loss": pg_loss.detach(),
+        "baseline_loss": baseline_loss.detach(),
+        "entropy_loss": entropy_loss.detach(),
+        "steps": mask.sum(),
+    }
+
+
+def learn(flags, model, batch, initial_agent_state, optimizer):
+    """Take one step of the optimizer; return its figures as floats."""
+    total_loss, figures = compute_loss(flags, model, batch, initial_agent_state)
+    optimizer.zero_grad()
+    total_loss.backward()
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
+    optimizer.step()
+    figures["grad_norm"] = grad_norm
+    # All at once: each float() alone would wait for the GPU.
+    values = torch.stack([value.double() for value in figures.values()]).tolist()
+    figures = dict(zip(figures, values, strict=True))
+    if not math.isfinite(figures["total_loss"] + figures["grad_norm"]):
+        raise FloatingPointError(
+            f"the update gave {figures}: try a lower --learning_rate, and look at the rewards and "
+            "frames; the last checkpoint is from before"
+        )
+    return figures
+
+
+class PublishedWeights:
+    """The newest weights, always as one whole version: a copy that nobody writes to."""
+
+    def __init__(self, model):
+        self._current = (0, None)
+        self.publish(model)
+
+    @property
+    def version(self):
+        return self._current[0]
+
+    def publish(self, model):
+        weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        self._current = (self.version + 1, weights)  # at once: readers see both or neither
+
+    def load_into(self, model):
+        """Copy the newest weights into `model` and return their version."""
+        version, weights = self._current
+        model.load_state_dict(weights)
+        return version
+
+
+@torch.inference_mode()
+def inference(model, batcher, weights, device, batch_sizes):
+    """Answer batches of rows, [1, columns, ...], until the batcher is closed.
+
+    The version of the weights goes along with each answer, and so into the rollout.
+    """
+    version = None
+    for batch in batcher:
+        inputs, agent_state = map_nest(lambda x: x.to(device), batch.get_inputs())
+        if version != weights.version:
+            version = weights.load_into(model)
+        agent_output, agent_state = model(inputs, agent_state)
+        agent_output["policy_version"] = torch.full_like(agent_output["action"], version)
+        batch.set_outputs(map_nest(lambda x: x.cpu(), (agent_output, agent_state)))
+        batch_sizes.append(inputs["reward"].shape[1])
+
+
+def start_profiler(folder):
+    """Return a profiler that writes a trace of 20 updates, once they are under way."""
+
+    def write(profiler):
+        profiler.export_chrome_trace(str(folder / "trace.json"))
+        logging.info("Wrote %s", folder / "trace.json")
+
+    schedule = torch.profiler.schedule(wait=20, warmup=5, active=20, repeat=1)
+    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+    profiler.start()
+    return profiler
+
+
+def check_flags(flags):
+    """Refuse what cannot work, before anything starts; fill in what depends on other flags."""
+    for name in ("num_servers", "num_actors", "envs_per_stream", "batch_size", "unroll_length",
+                 "total_steps", "num_learner_threads", "num_inference_threads",
+                 "max_learner_queue_size"):  # fmt: skip
+        value = getattr(flags, name)
+        if value is not None and value < 1:
+            raise experiment.FlagError(f"--{name} is {value}; it must be positive")
+    if (flags.max_learner_queue_size or flags.batch_size) < flags.batch_size:
+        raise experiment.FlagError(
+            f"--max_learner_queue_size is {flags.max_learner_queue_size}, but a batch needs "
+            f"--batch_size = {flags.batch_size} rollouts: give it at least that"
+        )
+    if flags.server_addresses is not None and flags.pipes_basename is not None:
+        raise experiment.FlagError(
+            f"--server_addresses ({flags.server_addresses}) names servers that run already, "
+            f"--pipes_basename ({flags.pipes_basename}) where to start some: give only one"
+        )
+    try:
+        if flags.server_addresses is not None:
+            num_addresses = len(expand_addresses(flags.server_addresses))
+        else:
+            local = flags.pipes_basename or "unix:/a/temporary/folder"
+            num_addresses = len(consecutive_addresses(local, flags.num_servers))
+    except ValueError as error:
+        raise experiment.FlagError(error) from None
+    if (flags.num_actors or num_addresses) < num_addresses:
+        raise experiment.FlagError(
+            f"--num_actors is {flags.num_actors}, but there are {num_addresses} servers, each of "
+            f"which needs an actor: give it at least {num_addresses}"
+        )
+    if flags.seed is not None and flags.seed < 0:
+        raise experiment.FlagError(f"--seed is {flags.seed}; it must not be negative")
+    if flags.seed is None:
+        flags.seed = int.from_bytes(os.urandom(4), "little")
+
+
+def train(flags):
+    check_flags(flags)
+    experiment.keep_freed_memory()
+    experiment.seed_generators([flags.seed, 0])
+    if flags.server_addresses is not None:
+        return train_on(flags, expand_addresses(flags.server_addresses), None)
+    with local_servers(ENV_SCRIPT, polybeast_env.parser, flags) as (addresses, process):
+        return train_on(flags, addresses, process)
+
+
+def train_on(flags, addresses, process):
+    """Train on servers at `addresses`; `process` is that of those which were started here."""
+    T, B = flags.unroll_length, flags.batch_size
+    use_cuda = torch.cuda.is_available() and not flags.disable_cuda
+    device = torch.device("cuda:0" if use_cuda else "cpu")
+    inference_device = torch.device("cuda:1") if torch.cuda.device_count() > 1 else device
+    num_local_servers = flags.num_servers if process is not None else 0
+    num_cores = len(os.sched_getaffinity(0)) - num_local_servers
+    torch.set_num_threads(max(1, num_cores // (1 + flags.num_inference_threads)))
+
+    # One environment will do to answer, if we are to say how many there shall be.
+    handshake = query_servers(addresses, flags.envs_per_stream and 1, process)
+    if not handshake["spaces"]:
+        raise EnvError(
+            "the environment servers' environments have no observation_space and action_space, "
+            "which the net is made from: give them some"
+        )
+    spaces = json.loads(handshake["spaces"])
+    observation_space = space_from_dict(spaces["observation"])
+    num_actions = int(space_from_dict(spaces["action"]).n)
+    N = flags.envs_per_stream or handshake["num_envs"]
+    num_actors = flags.num_actors or len(addresses)
+    max_queue_size = flags.max_learner_queue_size or B
+    model = Net(observation_space, num_actions, flags.use_lstm, flags.model)
+    with torch.no_grad():  # one answer shows that net and environment go together
+        frame = map_nest(torch.from_numpy, empty_observation(observation_space, 1))
+        row = {"frame": map_nest(lambda x: x.unsqueeze(0), frame), "reward": torch.zeros(1, 1)}
+        row |= {"done": torch.ones(1, 1, dtype=torch.bool)}
+        row |= {"last_action": torch.zeros(1, 1, dtype=torch.int64)}
+        model(row, model.initial_state(1))
+    initial_agent_state = model.initial_state(1)
+
+    model.to(device)
+    optimizer = torch.optim.RMSprop(
+        model.parameters(), lr=flags.learning_rate, momentum=flags.momentum, eps=flags.epsilon,
+        alpha=flags.alpha,
+    )  # fmt: skip
+    # The running mean of squares begins at 1, as in TensorFlow, where the paper's step sizes were
+    # found. Begun at 0, the first steps are ten times as long, and the ReLUs die of them.
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.zeros(()),
+            "square_avg": torch.ones_like(parameter),
+            "momentum_buffer": torch.zeros_like(parameter),
+        }
+    stats = {"step": 0, "episode_returns": [], "game_returns": []}
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda _: 1 - min(stats["step"], flags.total_steps) / flags.total_steps
+    )
+
+    stop = threading.Event()
+    errors = []
+    lock = threading.Lock()  # guards model, optimizer, scheduler, stats, figures and lags
+    figures, lags, batch_sizes = {}, [], []
+
+    inference_batcher = libtorchbeast.DynamicBatcher(
+        batch_dim=1, minimum_batch_size=1, maximum_batch_size=max(512, N)
+    )
+    learner_queue = libtorchbeast.BatchingQueue(
+        batch_dim=1, minimum_batch_size=B, maximum_batch_size=B,
+        maximum_queue_size=max_queue_size, pin_memory=use_cuda,
+    )  # fmt: skip
+
+    def batch_and_learn():
+        copy_stream = torch.cuda.Stream(device) if use_cuda else None
+        for (env_outputs, agent_outputs), agent_state in learner_queue:
+            batch = env_outputs | agent_outputs
+            versions = batch.pop("policy_version")[1:]
+            # Row 0 was counted when it was the last row of the rollout before.
+            done, game_done = batch["done"][1:], batch["game_done"][1:]
+            episode_returns = batch["episode_return"][1:][done].tolist()
+            game_returns = batch["game_return"][1:][game_done].tolist()
+            # Beside what another thread is learning from.
+            with torch.cuda.stream(copy_stream):
+                device_batch, agent_state = map_nest(
+                    lambda x: x.to(device, non_blocking=True), (batch, agent_state)
+                )
+            if copy_stream is not None:
+                copy_stream.synchronize()
+            with lock:
+                if stats["step"] >= flags.total_steps:
+                    return
+                lags.extend((weights.version - versions.float().mean(dim=0)).tolist())
+                figures.update(learn(flags, model, device_batch, agent_state, optimizer))
+                weights.publish(model)
+                stats["step"] += int(figures.pop("steps"))
+                scheduler.step()
+                stats["episode_returns"] = (stats["episode_returns"] + episode_returns)[-100:]
+                stats["game_returns"] = (stats["game_returns"] + game_returns)[-100:]
+                if profiler is not None:
+                    profiler.step()
+                if stats["step"] >= flags.total_steps:
+                    return
+
+    def answer():
+        actor_model = copy.deepcopy(model).to(inference_device)
+        inference(actor_model, inference_batcher, weights, inference_device, batch_sizes)
+
+    def tell():
+        for event in iter(actors.next_event, None):
+            logging.warning("%s", event)
+
+    def start(function):
+        """Start a thread; when one of them ends, for whatever reason, the run does."""
+
+        def run_to_the_end():
+            try:
+                function()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                stop.set()
+
+        thread = threading.Thread(target=run_to_the_end, name=function.__name__)
+        thread.start()
+        threads.append(thread)
+
+    def log():
+        with lock:
+            step, latest = stats["step"], dict(figures)
+            latest["mean_episode_return"] = experiment.mean(stats["episode_returns"])
+            latest["mean_game_return"] = experiment.mean(stats["game_returns"])
+            latest["learning_rate"] = optimizer.param_groups[0]["lr"]
+            for name, function in (("min", min), ("mean", experiment.mean), ("max", max)):
+                latest[f"policy_lag_{name}"] = function(lags) if lags else None
+            lags.clear()
+        sizes, batch_sizes[:] = list(batch_sizes), []
+        latest["inference_batch_size"] = experiment.mean(sizes)
+        latest["learner_queue_size"] = learner_queue.size()
+        latest["connected_actors"] = actors.num_connected()
+        latest["reconnects"] = actors.num_reconnects()
+        show = {key: experiment.show_number(value) for key, value in latest.items()}
+        texts = {"return": show["mean_episode_return"]}
+        if flags.episodic_life:
+            texts["game"] = show["mean_game_return"]
+        texts["loss"] = show.get("total_loss", "-")
+        texts["batch"] = show["inference_batch_size"]
+        texts["queue"] = f"{latest['learner_queue_size']}/{max_queue_size}"
+        texts["lag"] = "/".join(show[f"policy_lag_{name}"] for name in ("min", "mean", "max"))
+        texts["actors"] = f"{latest['connected_actors']}/{num_actors}"
+        run_folder.log(step, latest, texts)
+
+    threads = []
+    with (
+        experiment.Experiment(flags) as run_folder,
+        experiment.stop_on_signals(stop) as signals,
+    ):
+        logging.info("Flags:\n%s", pprint.pformat(vars(flags)))
+        experiment.resume(flags, model, optimizer, scheduler, stats)
+        first_step = stats["step"]
+        run_folder.start_logs(first_step)
+        weights = PublishedWeights(model)
+        profiler = start_profiler(run_folder.path) if flags.write_profiler_trace else None
+        actors = libtorchbeast.ActorPool(
+            T, learner_queue, inference_batcher,
+            [addresses[i % len(addresses)] for i in range(num_actors)],
+            initial_agent_state,
+            dict_outputs=True, num_envs=flags.envs_per_stream, newest_frame_only=True,
+            # Those of a resumed run must not play the same games again.
+            seeds=[f"{flags.seed},{1 + i},{first_step}" for i in range(num_actors)],
+            reconnect=True, spaces=handshake["spaces"], connect_timeout_s=CONNECT_TIMEOUT,
+        )  # fmt: skip
+        try:
+            for function, count in (
+                (actors.run, 1),
+                (tell, 1),
+                (answer, flags.num_inference_threads),
+                (batch_and_learn, flags.num_learner_threads),
+            ):
+                for _ in range(count):
+                    start(function)
+            saved = time.monotonic()
+            while not stop.wait(LOG_INTERVAL):
+                log()
+                if actors.num_connected() == 0:
+                    logging.warning("No environment server answers: waiting for %s", addresses)
+                if time.monotonic() > saved + CHECKPOINT_INTERVAL:
+                    with lock:
+                        run_folder.save_checkpoint(model, optimizer, scheduler, stats)
+                    saved = time.monotonic()
+        finally:
+            learner_queue.close()
+            inference_batcher.close()
+            for thread in threads:
+                thread.join()
+        log()
+        if signals:
+            run_folder.status = f"stopped by {signal.Signals(signals[0]).name}"
+        if errors:
+            raise errors[0]
+        run_folder.save_checkpoint(model, optimizer, scheduler, stats)
+        return 128 + signals[0] if signals else 0
+
+
+def main(argv=None):
+    flags = experiment.parse_flags(parser, argv)
+    if flags.mode == "train":
+        return train(flags)
+    evaluate.test(flags, polybeast_env.create_env, functools.partial(Net, model=flags.model))
+    return 0
+
+
+if __name__ == "__main__":
+    experiment.start_logging()
+    try:
+        sys.exit(main())
+    except (experiment.FlagError, EnvError) as error:
+        sys.exit(f"polybeast.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

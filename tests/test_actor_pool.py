@@ -1,0 +1,1301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ActorPool: rollouts from real servers, lost servers, and servers that send rubbish."""
+
+import itertools
+import json
+import re
+import signal
+import threading
+import time
+
+import counting
+import nest
+import numpy as np
+import pytest
+import torch
+from counting import (
+    LENGTH,
+    FakeServer,
+    ServerProcess,
+    ServerThread,
+    array,
+    free_address,
+    hang_after_the_first_row,
+    leaf,
+    make_first,
+    make_step,
+    obey,
+    say,
+    wait_for_end,
+)
+from deadline import DEADLINE, Thread, run_with_deadline, wait_until
+
+from libtorchbeast import (
+    ActorPool,
+    AsyncError,
+    BatchingQueue,
+    DynamicBatcher,
+    query_server,
+    rpcenv_pb2,
+)
+
+# The main thread may wait where no signal reaches it.
+pytestmark = pytest.mark.timeout(120, method="thread")
+T = 4
+KEYS = ["frame", "reward", "done", "truncated", "terminated", "episode_return", "episode_step",
+        "game_done", "game_return", "game_step", "last_action"]  # fmt: skip
+FORK_KEYS = ["frame", "reward", "done", "episode_step", "episode_return"]
+DTYPES = {
+    "reward": torch.float32, "done": torch.bool, "truncated": torch.bool, "terminated": torch.bool,
+    "episode_return": torch.float32, "episode_step": torch.int32, "game_done": torch.bool,
+    "game_return": torch.float32, "game_step": torch.int32, "last_action": torch.int64,
+}  # fmt: skip
+STATE = (torch.full((1, 1), 5.0), {"h": torch.full((2, 1, 3), 7, dtype=torch.int64)})
+
+
+def answer(env_outputs, state):
+    """Act by what is seen; tell what was seen, and how often the state has been changed."""
+    frame = env_outputs["frame"] if isinstance(env_outputs, dict) else env_outputs[0]
+    leaves = nest.flatten(state)
+    count = leaves[0] if leaves else torch.zeros(frame.shape[:2])
+    action = (frame[..., 0] + frame[..., 1] + 2 * frame[..., 2]) % 3
+    outputs = (action, frame.clone(), count.clone())
+    if isinstance(env_outputs, dict):
+        outputs = dict(zip(("action", "seen", "count"), outputs, strict=True))
+    return outputs, nest.map(lambda s: s + 1, state)
+
+
+def act_zero(env_outputs, state):
+    """Act the same, whatever the observation."""
+    reward = env_outputs["reward"] if isinstance(env_outputs, dict) else env_outputs[1]
+    action = torch.zeros(reward.shape, dtype=torch.int64)
+    return ({"action": action} if isinstance(env_outputs, dict) else (action,)), state
+
+
+class Rig:
+    """A pool with all that a learner program builds around it, except for the learner."""
+
+    def __init__(
+        self,
+        addresses,
+        agent=answer,
+        state=STATE,
+        columns=1,
+        limit=None,
+        unroll_length=T,
+        **options,
+    ):
+        self.queue = BatchingQueue(
+            minimum_batch_size=columns, maximum_batch_size=columns, maximum_queue_size=limit
+        )
+        self.batcher = DynamicBatcher()
+        self.pool = ActorPool(unroll_length, self.queue, self.batcher, addresses, state, **options)
+        self.agent = agent
+        self.events = []
+        self.threads = [Thread(self.watch), Thread(self.infer)]
+        self.running = Thread(self.pool.run)
+
+    def infer(self):
+        for batch in self.batcher:
+            inputs = batch.get_inputs()
+            outputs = self.agent(*inputs)
+            batch.set_outputs(outputs)
+            nest.map(torch.zero_, inputs)  # both are ours, to be changed at will
+            nest.map(lambda t: t.detach().zero_(), outputs)
+            del batch
+
+    def watch(self):
+        while True:
+            try:
+                self.events.append(self.pool.next_event())
+            except StopIteration:
+                return
+
+    def take(self):
+        """Return a copy of the next batch, after which the batch itself is ruined."""
+        taker = Thread(next, self.queue)
+        deadline = time.monotonic() + DEADLINE
+        while taker.is_alive() and time.monotonic() < deadline:
+            taker.join(0.05)
+            if not self.running.is_alive():
+                self.running.result()
+                raise AssertionError("run() has ended")
+        batch = taker.result(0)
+        copy = nest.map(torch.clone, batch)
+        nest.map(torch.zero_, batch)
+        return copy
+
+    def columns(self, count):
+        """Return the next `count` columns."""
+        columns = []
+        while len(columns) < count:
+            columns.extend(split(self.take()))
+        return columns
+
+    def wait_for_event(self, pattern):
+        return wait_until(lambda: [e for e in self.events if re.search(pattern, e, re.DOTALL)])
+
+    def close(self):
+        """Close everything; run() must come back."""
+        for closable in (self.batcher, self.queue):
+            if not closable.is_closed():
+                closable.close()
+        self.running.result()
+        for thread in self.threads:
+            thread.result()
+
+
+@pytest.fixture
+def start():
+    """Return a function that keeps what it is given, and stops or closes it in the end."""
+    things = []
+
+    def keep(thing):
+        things.append(thing)
+        return thing
+
+    yield keep
+    errors = []
+    for thing in reversed(things):
+        try:
+            thing.close() if isinstance(thing, Rig) else thing.stop()
+        except (ConnectionError, TimeoutError):
+            pass  # run() has told the test already
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def split(batch):
+    """Return the columns of a batch, each ({key: [T + 1, ...]}, agent outputs, agent state)."""
+    (env_outputs, agent_outputs), state = batch
+    if isinstance(env_outputs, tuple):
+        env_outputs = dict(zip(FORK_KEYS, env_outputs, strict=True))
+    for key, dtype in DTYPES.items():
+        assert key not in env_outputs or env_outputs[key].dtype == dtype
+    return [
+        (
+            nest.map(lambda x, i=i: x[:, i], env_outputs),
+            nest.map(lambda x, i=i: x[:, i], agent_outputs),
+            nest.map(lambda x, i=i: x[:, i], state),
+        )
+        for i in range(env_outputs["reward"].shape[1])
+    ]
+
+
+def by_environment(columns):
+    """Return the columns of each environment in the order in which they came."""
+    chains = {}
+    for column in columns:
+        chains.setdefault(int(column[0]["frame"][0, 0]), []).append(column)
+    return chains
+
+
+def assert_equal(a, b):
+    nest.map_many2(lambda x, y: np.testing.assert_array_equal(x, y), a, b)
+
+
+def check_chain(chain, initial_state, truncates=False):
+    """Check that rollouts of one environment are what they should be from its very first row on."""
+    first = {key: value[0] for key, value in chain[0][0].items()}
+    assert first["frame"][1:].tolist() == [0, 0, 0]
+    assert first["done"] and first["reward"] == first["episode_step"] == 0
+    state, previous = initial_state, None
+    for env_outputs, agent_outputs, initial_agent_state in chain:
+        assert_equal(initial_agent_state, nest.map(lambda s: s[:, 0], state))
+        if previous is not None:  # row 0 is the last one of the rollout before
+            assert_equal(nest.map(lambda x: x[0], (env_outputs, agent_outputs)), previous)
+        previous = nest.map(lambda x: x[-1], (env_outputs, agent_outputs))
+        state = nest.map(lambda s: s + T, state)  # the agent answers T rows
+        check_rows(env_outputs, agent_outputs, initial_agent_state, truncates)
+
+
+def check_rows(env_outputs, agent_outputs, initial_agent_state, truncates):
+    if isinstance(agent_outputs, dict):
+        agent_outputs = tuple(agent_outputs[key] for key in ("action", "seen", "count"))
+    actions, seen, counts = agent_outputs
+    leaves = nest.flatten(initial_agent_state)
+    assert len(actions) == T + 1
+    for t in range(T + 1):
+        row = {key: value[t] for key, value in env_outputs.items()}
+        _, episode, step, _ = row["frame"].tolist()
+        truncated = truncates and step == LENGTH
+        if "truncated" in row:
+            assert row["truncated"] == truncated and not row["terminated"]
+        assert row["done"] == (step == 0)
+        length = LENGTH if step == 0 and episode > 0 else step
+        assert row["episode_step"] == length
+        assert row["episode_return"] == length * (length + 1) / 2
+        if "game_done" in row:
+            assert row["game_done"] == row["done"]
+            assert row["game_return"] == row["episode_return"]
+            assert row["game_step"] == row["episode_step"]
+        if t == 0:
+            continue
+        # The agent's outputs in row t are its answer to row t - 1, and led to row t.
+        before = {key: value[t - 1] for key, value in env_outputs.items()}
+        assert torch.equal(seen[t], before["frame"])
+        if leaves:
+            assert counts[t] == leaves[0].flatten()[0] + t - 1
+        id_, old_episode, old_step, last_action = before["frame"].tolist()
+        if truncates and old_step == LENGTH:  # the action was ignored
+            wanted = [id_, old_episode + 1, 0, last_action]
+            reward = 0
+        else:
+            action = (id_ + old_episode + 2 * old_step) % 3
+            assert actions[t] == action
+            wanted = [id_, old_episode, old_step + 1, action]
+            reward = old_step + 1
+            if old_step + 1 == LENGTH and not truncates:
+                wanted[1:3] = [old_episode + 1, 0]
+        assert row["frame"].tolist() == wanted
+        assert row["reward"] == reward
+        if "last_action" in row:
+            assert row["last_action"] == wanted[3]
+
+
+# ----------------------------------------------------------------------------------- rollouts
+
+
+@pytest.mark.parametrize("env_class", [counting.OldCounting, counting.Counting])
+def test_a_forks_call_gives_tuples_of_one_environment_a_stream(start, env_class):
+    server = start(ServerThread(env_class))
+    rig = start(Rig([server.address] * 2))
+    batch = rig.take()
+    (env_outputs, agent_outputs), state = batch
+    assert type(batch) is type(env_outputs) is type(agent_outputs) is tuple
+    frame, reward, done, episode_step, episode_return = env_outputs
+    assert frame.shape == (T + 1, 1, 4) and frame.dtype == torch.int64
+    for tensor in (reward, done, episode_step, episode_return):
+        assert tensor.shape == (T + 1, 1)
+    assert agent_outputs[0].shape == (T + 1, 1)
+    assert state[0].shape == (1, 1) and state[1]["h"].shape == (2, 1, 3)
+    chains = by_environment(split(batch) + rig.columns(20))
+    assert len(chains) == 2
+    for chain in chains.values():
+        check_chain(chain, STATE)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 6])
+@pytest.mark.parametrize("dict_outputs", [False, True])
+def test_each_environment_of_a_stream_is_a_column(start, dict_outputs, columns):
+    server = start(ServerThread(counting.Counting))
+    rig = start(
+        Rig([server.address] * 2, columns=columns, dict_outputs=dict_outputs, num_envs=3, limit=8)
+    )
+    taken = rig.columns(60)
+    # Columns of a rollout stay neighbors, also where a batch ends between them.
+    ids = [int(env_outputs["frame"][0, 0]) for env_outputs, _, _ in taken]
+    assert len(set(ids)) == 6
+    assert all(sorted(ids[i : i + 3]) == list(range(min(ids[i : i + 3]), min(ids[i : i + 3]) + 3))
+               for i in range(0, 60, 3))  # fmt: skip
+    for chain in by_environment(taken).values():
+        assert len(chain) > 1
+        check_chain(chain, STATE)
+
+
+def test_dict_outputs_have_all_keys_of_a_row(start):
+    server = start(ServerThread(counting.Counting))
+    rig = start(Rig([server.address], columns=2, dict_outputs=True, num_envs=2))
+    (env_outputs, agent_outputs), state = rig.take()
+    assert sorted(env_outputs) == sorted(KEYS)
+    assert sorted(agent_outputs) == ["action", "count", "seen"]
+    for key, dtype in DTYPES.items():
+        assert env_outputs[key].shape == (T + 1, 2) and env_outputs[key].dtype == dtype
+    assert env_outputs["frame"].shape == (T + 1, 2, 4)
+    assert state[0].shape == (1, 2) and state[1]["h"].shape == (2, 2, 3)
+
+
+def test_there_is_no_answer_before_the_first_row(start):
+    server = start(ServerThread(counting.Counting))
+    rig = start(Rig([server.address], columns=2, dict_outputs=True, num_envs=2))
+    _, agent_outputs = rig.take()[0]
+    for tensor in agent_outputs.values():
+        assert torch.all(tensor[0] == 0) and torch.any(tensor[1:] != 0)
+
+
+def test_the_batcher_is_given_one_row_of_each_environment(start):
+    seen = []
+
+    def agent(env_outputs, state):
+        seen.append(nest.map(lambda x: (tuple(x.shape), x.dtype), (env_outputs, state)))
+        return answer(env_outputs, state)
+
+    server = start(ServerThread(counting.Counting))
+    start(Rig([server.address], agent, num_envs=3)).take()
+    flat = ((1, 3), torch.float32), ((1, 3), torch.bool), ((1, 3), torch.int32)
+    env_outputs = (((1, 3, 4), torch.int64), *flat, ((1, 3), torch.float32))
+    state = ((1, 3), torch.float32), {"h": ((2, 3, 3), torch.int64)}
+    assert all(shapes == (env_outputs, state) for shapes in seen)
+
+
+@pytest.mark.parametrize(
+    "state", [(), torch.full((1, 1), 3.0), {"a": (torch.ones(1, 1, 2), ())}, (torch.zeros(3, 1),)]
+)
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_agent_states_may_be_any_nest_a_bare_tensor_or_nothing(start, state, num_envs):
+    server = start(ServerThread(counting.Counting))
+    given = nest.map(torch.clone, state)
+
+    def agent(env_outputs, state):
+        outputs, new_state = answer(env_outputs, state)
+        return (outputs[0], outputs[1], torch.zeros_like(outputs[0])), new_state
+
+    rig = start(Rig([server.address], agent, state, columns=num_envs, num_envs=num_envs))
+    nest.map(torch.zero_, given) if given is not state else None
+    for i in range(3):
+        _, initial_agent_state = rig.take()
+        wanted = nest.map(lambda s, i=i: (s + T * i).repeat_interleave(num_envs, 1), state)
+        assert_equal(initial_agent_state, wanted)
+
+
+def test_what_becomes_of_the_initial_state_given_does_not_matter(start):
+    server = start(ServerThread(counting.Counting))
+    state = torch.ones(1, 1)
+    rig = Rig([server.address], state=state)
+    state.zero_()
+    start(rig)
+    assert rig.take()[1].item() == 1
+
+
+def test_tensors_that_require_grad_are_taken_and_detached(start):
+    weight = torch.ones(1, requires_grad=True)
+
+    def agent(env_outputs, state):
+        outputs, state = act_zero(env_outputs, state)
+        return (*outputs, env_outputs[1] * weight), (state * weight)
+
+    server = start(ServerThread(counting.OldCounting))
+    state = torch.full((1, 1), 3.0, requires_grad=True)
+    (_, outputs), state = start(Rig([server.address], agent, state * 2)).take()
+    assert not state.requires_grad and not outputs[1].requires_grad
+    assert state.item() == 6
+
+
+@pytest.mark.parametrize("action_dtype", [torch.int64, torch.int32, torch.uint8])
+def test_outputs_of_the_agent_may_be_of_any_dtype(start, action_dtype):
+    dtypes = [torch.bool, torch.float16, torch.bfloat16, torch.float64, torch.int8]
+
+    def agent(env_outputs, state):
+        action = env_outputs[0][..., 2] % 3
+        return (action.to(action_dtype), {"more": [action.to(d) for d in dtypes]}, ()), state
+
+    server = start(ServerThread(counting.OldCounting))
+    rig = start(Rig([server.address], agent, ()))
+    (env_outputs, (action, more, nothing)), _ = rig.take()
+    assert nothing == () and action.dtype == action_dtype
+    assert [tensor.dtype for tensor in more["more"]] == dtypes
+    assert action[1:, 0].tolist() == (env_outputs[0][:-1, 0, 2] % 3).tolist()
+    for tensor in more["more"]:
+        assert torch.equal(tensor, action.to(tensor.dtype))
+
+
+def test_a_bare_tensor_as_agent_outputs_is_no_tuple_with_an_action(start):
+    server = start(ServerThread(counting.OldCounting))
+    rig = start(Rig([server.address], lambda env_outputs, state: (env_outputs[1].long(), state)))
+    try:
+        (_, outputs), _ = rig.take()
+    except ValueError:
+        return
+    assert outputs.shape == (T + 1, 1)  # or it is the action
+
+
+def test_actions_may_be_arrays(start):
+    def agent(env_outputs, state):
+        action = env_outputs[0] + torch.tensor([1.0, 2.0])
+        return (action,), state
+
+    server = start(ServerThread(counting.TwoActions))
+    rig = start(Rig([server.address], agent, ()))
+    (env_outputs, (action,)), _ = rig.take()
+    assert env_outputs[0][:, 0].tolist() == [[t, 2 * t] for t in range(T + 1)]
+    assert torch.equal(env_outputs[0][1:], action[1:])
+
+
+@pytest.mark.parametrize("dict_outputs", [False, True])
+def test_observations_may_be_any_nest(start, dict_outputs):
+    server = start(ServerThread(counting.Nested))
+    rig = start(
+        Rig([server.address], act_zero, (), columns=2, dict_outputs=dict_outputs, num_envs=2)
+    )
+    rig.take()
+    (env_outputs, _), _ = rig.take()
+    frame = env_outputs["frame"] if dict_outputs else env_outputs[0]
+    n = torch.arange(T, 2 * T + 1)[:, None].expand(T + 1, 2)
+    wanted = {
+        "board": n[..., None, None].expand(T + 1, 2, 2, 3).to(torch.uint8),
+        "more": (n.float(), (-n[..., None].to(torch.int16), ())),
+        "flags": {"even": n % 2 == 0, "none": torch.zeros(T + 1, 2, 0, 2, dtype=torch.float64)},
+    }
+    assert_equal(frame, wanted)
+    assert [t.dtype for t in nest.flatten(frame)] == [t.dtype for t in nest.flatten(wanted)]
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_time_limits_arrive_with_the_true_last_observation(start, num_envs):
+    server = start(ServerThread(counting.Truncated))
+    rig = start(Rig([server.address], columns=num_envs, dict_outputs=True, num_envs=num_envs))
+    taken = rig.columns(12 * num_envs)
+    truncated = torch.cat([env_outputs["truncated"][1:] for env_outputs, _, _ in taken])
+    assert truncated.sum() > num_envs
+    for chain in by_environment(taken).values():
+        check_chain(chain, STATE, truncates=True)
+
+
+def test_to_a_forks_learner_a_time_limit_is_an_end_like_any_other(start):
+    """It would learn from the extra row as if it were a step."""
+    server = start(ServerThread(counting.Truncated))
+    for chain in by_environment(start(Rig([server.address])).columns(12)).values():
+        check_chain(chain, STATE, truncates=False)
+
+
+def test_messages_may_be_larger_than_grpc_takes_by_default(start):
+    server = start(ServerThread(counting.Large))
+    rig = start(Rig([server.address], act_zero, (), unroll_length=2))
+    frame = rig.take()[0][0][0]
+    assert frame.shape == (3, 1, 5, 2**20)
+    assert [row.unique().tolist() for row in frame] == [[0], [1], [2]]
+
+
+def test_servers_may_be_anywhere(start, tmp_path):
+    servers = [
+        start(ServerThread(counting.Counting, "127.0.0.1:0")),
+        start(ServerThread(counting.Counting, "127.0.0.2:0")),
+        start(ServerThread(counting.Counting, f"unix:{tmp_path}/socket")),
+        start(ServerProcess("Counting", f"unix:{tmp_path}/other")),
+    ]
+    rig = start(Rig([server.address for server in servers]))
+    columns = []
+    wait_until(lambda: columns.extend(rig.columns(4)) or len(by_environment(columns)) == 4)
+    for chain in by_environment(columns).values():
+        check_chain(chain, STATE)
+    assert rig.pool.num_connected() == 4
+
+
+def test_count_counts_steps_of_environments(start):
+    server = start(ServerThread(counting.Counting))
+    rig = start(Rig([server.address], columns=3, num_envs=3, limit=3))
+    assert rig.pool.count() >= 0
+    for _ in range(5):
+        rig.take()
+    # One rollout may wait, one be kept waiting, one be under way.
+    assert 5 * 3 * T <= rig.pool.count() <= 8 * 3 * T
+    assert rig.pool.count() % 3 == 0
+    rig.close()
+    count = rig.pool.count()
+    assert count >= 5 * 3 * T
+
+
+def test_batches_can_be_changed_and_kept_while_more_are_produced(start):
+    server = start(ServerThread(counting.Counting))
+    # A rollout that makes up a whole batch could be handed on as it is; the row that the next one
+    # shares with it must be a copy.
+    rig = start(Rig([server.address], columns=2, num_envs=2, limit=4))
+    kept, chains = [], {}
+    for i in range(30):
+        batch = next(rig.queue)
+        for env_outputs, agent_outputs, state in split(nest.map(torch.clone, batch)):
+            chain = chains.setdefault(int(env_outputs["frame"][0, 0]), [])
+            chain.append((env_outputs, agent_outputs, state))
+        nest.map(lambda x, i=i: x.fill_(i % 2 if x.dtype == torch.bool else i), batch)
+        kept.append(batch)
+    for i, batch in enumerate(kept):
+        for tensor in nest.flatten(batch):
+            assert torch.all(tensor == (i % 2 if tensor.dtype == torch.bool else i))
+    for chain in chains.values():
+        check_chain(chain, STATE)
+
+
+# ------------------------------------------------------------------------ wishes, query_server
+
+
+def test_a_forks_call_wishes_nothing(start):
+    server = start(FakeServer(obey(1)))
+    start(Rig([server.address], act_zero, ())).take()
+    wishes = {"num-envs", "seed", "newest-frame-only", "truncated-rows"}
+    assert not wishes & server.metadata[0].keys()
+
+
+def test_wishes_travel_as_metadata(start):
+    server = start(FakeServer(obey(2)))
+    rig = start(
+        Rig([server.address] * 2, act_zero, (), dict_outputs=True, num_envs=2,
+            seeds=["1,2,3", "4"], newest_frame_only=True)
+    )  # fmt: skip
+    rig.take()
+    wait_until(lambda: len(server.metadata) == 2)
+    for wishes in server.metadata:
+        assert wishes["num-envs"] == "2"
+        assert wishes["newest-frame-only"] == wishes["truncated-rows"] == "1"
+    first, second = sorted(m["seed"] for m in server.metadata)
+    # More numbers may follow.
+    assert first.startswith("1,2,3") and second.startswith("4")
+
+
+def test_a_stream_that_is_connected_anew_gets_another_seed(start):
+    server = start(FakeServer(say(make_first(1), make_step(1))))  # and the stream is over
+    start(Rig([server.address], act_zero, (), reconnect=True, seeds=["7"]))
+    wait_until(lambda: len(server.metadata) >= 3)
+    seeds = [m["seed"] for m in server.metadata]
+    assert all(seed.startswith("7") for seed in seeds) and len(set(seeds)) == len(seeds)
+
+
+def test_query_server_tells_what_a_server_says(start):
+    server = start(FakeServer(obey(3, spaces='{"a": 1}', stack_size=0)))
+    assert query_server(server.address) == {
+        "protocol_version": 1, "num_envs": 3, "spaces": '{"a": 1}', "stack_size": 0,
+    }  # fmt: skip
+    query_server(server.address, num_envs=3, timeout_s=10)
+    assert "num-envs" not in server.metadata[0] and server.metadata[1]["num-envs"] == "3"
+
+
+def test_query_server_of_a_real_server(start):
+    server = start(ServerThread(counting.Counting))
+    said = query_server(server.address, num_envs=4)
+    assert said["num_envs"] == 4 and said["protocol_version"] == 1
+    server = start(ServerThread(counting.OldCounting))
+    assert query_server(server.address)["num_envs"] == 1
+
+
+def test_query_server_raises_where_there_is_none_or_it_fails(start):
+    address = free_address()
+    with pytest.raises(TimeoutError, match=re.escape(address)):
+        query_server(address, timeout_s=0.3)
+    silent = start(FakeServer(lambda requests, context: wait_for_end(context)))
+    with pytest.raises((TimeoutError, ConnectionError), match=re.escape(silent.address)):
+        query_server(silent.address, timeout_s=0.3)
+    failing = start(FakeServer(say(rpcenv_pb2.Step(error="no such game"))))
+    with pytest.raises(ConnectionError, match="no such game"):
+        query_server(failing.address)
+
+
+# ------------------------------------------------------------------------------ arguments
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"unroll_length": 0},
+        {"unroll_length": -1},
+        {"env_server_addresses": []},
+        {"num_envs": 0},
+        {"num_envs": -2},
+        {"seeds": ["1"]},
+        {"seeds": ["1", "2", "3"]},
+        {"connect_timeout_s": 0},
+        {"step_timeout_s": -1},
+        {"initial_agent_state": torch.zeros(3)},  # without a dimension for N
+    ],
+    ids=repr,
+)
+def test_invalid_arguments_raise_value_error(arguments):
+    good = {
+        "unroll_length": T,
+        "learner_queue": BatchingQueue(),
+        "inference_batcher": DynamicBatcher(),
+        "env_server_addresses": ["127.0.0.1:1", "127.0.0.1:2"],
+        "initial_agent_state": (),
+    }
+    ActorPool(**good)
+    ActorPool(*good.values())
+    with pytest.raises(ValueError):
+        ActorPool(**(good | arguments))
+
+
+def test_what_is_new_is_asked_for_by_keywords():
+    with pytest.raises(TypeError):
+        ActorPool(T, BatchingQueue(), DynamicBatcher(), ["127.0.0.1:1"], (), True)
+
+
+@pytest.mark.parametrize("reconnect", [False, True])
+@pytest.mark.parametrize(
+    "agent",
+    [
+        lambda env_outputs, state: (env_outputs[1].long(),),  # no state
+        lambda env_outputs, state: ((), env_outputs[1]),  # no action
+        lambda env_outputs, state: {"action": env_outputs[1].long(), "state": state},
+    ],
+)
+def test_wrong_outputs_of_the_agent_end_the_run(start, agent, reconnect):
+    server = start(FakeServer(obey(2)))
+    rig = start(Rig([server.address], agent, (), reconnect=reconnect))
+    with pytest.raises((ValueError, TypeError)):
+        rig.running.result()
+    rig.running.error = None
+
+
+@pytest.mark.parametrize("reconnect", [False, True])
+def test_an_error_in_the_inference_thread_ends_the_run(start, reconnect):
+    def agent(env_outputs, state):
+        raise KeyError("out of memory, say")
+
+    server = start(FakeServer(obey(2)))
+    rig = start(Rig([server.address], agent, (), reconnect=reconnect))
+    with pytest.raises(KeyError):
+        rig.threads[1].result()
+    rig.threads[1].error = None  # whose traceback holds the batch
+    with pytest.raises(AsyncError):
+        rig.running.result()
+    rig.running.error = None
+
+
+def test_the_first_error_ends_the_run_though_other_streams_wait(start):
+    """One waits for the queue, one for the agent, one for its server; then another one fails."""
+    fail, unanswered = threading.Event(), []
+
+    def wait_for_the_agent(requests, context):
+        yield make_first(1, leaf(np.full((1, 3), 7, np.uint8)))
+        yield from wait_for_end(context)
+
+    def fail_when_told(requests, context):
+        yield make_first(1)
+        fail.wait(DEADLINE)
+        yield make_step(1, error="the game is broken")
+
+    def infer():
+        for batch in batcher:
+            env_outputs, state = batch.get_inputs()
+            if env_outputs[0].max() == 7:
+                unanswered.append(batch)
+            else:
+                batch.set_outputs(act_zero(env_outputs, state))
+
+    speaks = (obey(1), wait_for_the_agent, hang_after_the_first_row, fail_when_told)
+    servers = [start(FakeServer(speak)) for speak in speaks]
+    queue = BatchingQueue(maximum_batch_size=1, maximum_queue_size=1)
+    batcher = DynamicBatcher(maximum_batch_size=1)
+    pool = ActorPool(1, queue, batcher, [server.address for server in servers], ())
+    running, inference = Thread(pool.run), Thread(infer)
+    wait_until(lambda: pool.count() == 2 and queue.size() == 1 and unanswered)
+    wait_until(lambda: pool.num_connected() == 4)
+    running.assert_blocked()
+    fail.set()
+    with pytest.raises(ConnectionError, match="the game is broken"):
+        running.result(10)
+    batcher.close()
+    inference.result()
+
+
+# --------------------------------------------------------------------------- servers that are lost
+
+
+def test_nobody_there_raises_timeout_error(start, tmp_path):
+    for address in (free_address(), f"unix:{tmp_path}/nothing"):
+        rig = start(Rig([address], connect_timeout_s=0.3))
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match=re.escape(address)):
+            rig.running.result()
+        assert 0.2 < time.monotonic() - begin < 10
+
+
+def test_a_server_may_start_later_than_its_clients(start):
+    address = free_address()
+    rig = start(Rig([address]))
+    rig.running.assert_blocked(0.3)
+    start(ServerThread(counting.Counting, address))
+    check_chain(rig.columns(2), STATE)
+
+
+def test_a_server_that_does_not_answer_in_time_is_lost(start):
+    for speak in (hang_after_the_first_row, lambda requests, context: wait_for_end(context)):
+        server = start(FakeServer(speak))
+        rig = start(Rig([server.address], act_zero, (), step_timeout_s=0.3, connect_timeout_s=0.3))
+        with pytest.raises((ConnectionError, TimeoutError), match=re.escape(server.address)):
+            rig.running.result()
+
+
+def test_a_slow_agent_or_learner_is_not_held_against_the_server(start):
+    server = start(ServerThread(counting.Counting))
+
+    def agent(env_outputs, state):
+        time.sleep(0.25)
+        return answer(env_outputs, state)
+
+    rig = start(Rig([server.address], agent, limit=1, unroll_length=2, step_timeout_s=0.2))
+    rig.take()
+    time.sleep(1)  # the actor waits for the queue meanwhile
+    rig.take()
+    rig.running.assert_blocked()
+
+
+@pytest.mark.parametrize("where", ["tcp", "unix"])
+def test_a_server_that_is_killed_raises_connection_error(start, where, tmp_path):
+    address = "127.0.0.1:0" if where == "tcp" else f"unix:{tmp_path}/socket"
+    server = start(ServerProcess("Counting", address))
+    rig = start(Rig([server.address]))
+    rig.take()
+    server.kill()
+    with pytest.raises(ConnectionError, match=re.escape(server.address)):
+        while True:
+            rig.take()
+
+
+def test_a_server_that_ends_the_stream_raises_connection_error(start):
+    server = start(FakeServer(say(make_first(1), make_step(1))))
+    rig = start(Rig([server.address], act_zero, ()))
+    with pytest.raises(ConnectionError, match=re.escape(server.address)):
+        rig.running.result()
+
+
+def test_why_a_server_refuses_is_told(start):
+    import grpc
+
+    def speak(requests, context):
+        context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "there are too many of you")
+        yield
+
+    server = start(FakeServer(speak))
+    rig = start(Rig([server.address], act_zero, ()))
+    with pytest.raises(ConnectionError, match="there are too many of you"):
+        rig.running.result()
+
+
+def test_the_traceback_of_an_environment_that_raises_is_told(start):
+    server = start(ServerThread(counting.Raising))
+    rig = start(Rig([server.address]))
+    with pytest.raises(ConnectionError, match="the ball is lost") as caught:
+        while True:
+            rig.take()
+    assert "Traceback" in str(caught.value) and server.address in str(caught.value)
+
+
+def test_with_reconnect_an_environment_that_raises_is_made_anew(start):
+    server = start(ServerThread(counting.Raising))
+    rig = start(Rig([server.address], reconnect=True))
+    chains = {}
+    wait_until(lambda: chains.update(by_environment(rig.columns(2))) or len(chains) >= 3)
+    (event, *_) = rig.wait_for_event("the ball is lost")
+    assert "Traceback" in event and server.address in event
+    assert rig.pool.num_reconnects() >= 2
+
+
+class Fleet:
+    """Two servers in processes, and a rig that reconnects to them."""
+
+    def __init__(self, start, addresses, **options):
+        self.start = start
+        self.servers = [start(ServerProcess("Counting", address)) for address in addresses]
+        self.addresses = [server.address for server in self.servers]
+        self.rig = start(Rig(self.addresses, reconnect=True, **options))
+        self.chains = {}
+
+    def collect(self, condition):
+        """Take rollouts until there are such chains."""
+
+        def look():
+            for env_id, chain in by_environment(self.rig.columns(1)).items():
+                self.chains.setdefault(env_id, []).extend(chain)
+            return condition()
+
+        wait_until(look)
+
+    def length(self, server):
+        """Return how many rollouts there are of this server's environments."""
+        pid = server.process.pid
+        return sum(len(chain) for i, chain in self.chains.items() if i // 1000 == pid)
+
+    def collect_from(self, *servers):
+        """Take rollouts until there are some new ones of all these servers."""
+        before = [self.length(server) for server in servers]
+        self.collect(
+            lambda: all(self.length(s) > b + 2 for s, b in zip(servers, before, strict=True))
+        )
+
+
+@pytest.mark.parametrize("where", ["tcp", "unix"])
+def test_a_server_that_is_killed_and_restarted_costs_only_its_rollout(start, where, tmp_path):
+    addresses = ["127.0.0.1:0", "127.0.0.2:0"]
+    if where == "unix":
+        addresses = [f"unix:{tmp_path}/{i}" for i in range(2)]
+    fleet = Fleet(start, addresses)
+    rig, (first, second) = fleet.rig, fleet.servers
+    fleet.collect_from(first, second)
+    assert rig.pool.num_connected() == 2 and rig.pool.num_reconnects() == 0
+    first.kill()
+    rig.wait_for_event(re.escape(fleet.addresses[0]))
+    assert rig.pool.num_connected() == 1
+    fleet.collect_from(second)
+    again = start(ServerProcess("Counting", fleet.addresses[0]))
+    fleet.collect_from(second, again)
+    assert rig.pool.num_connected() == 2 and rig.pool.num_reconnects() == 1
+    assert len(rig.wait_for_event(re.escape(fleet.addresses[0]))) == 2  # lost, and back
+    assert not any(fleet.addresses[1] in event for event in rig.events)
+    assert len(fleet.chains) == 3
+    for chain in fleet.chains.values():  # each from its very first row on, with the first state
+        check_chain(chain, STATE)
+
+
+def test_when_all_servers_are_lost_the_pool_waits_for_them(start):
+    fleet = Fleet(start, ["127.0.0.1:0", "127.0.0.1:0"], connect_timeout_s=0.2)
+    fleet.collect_from(*fleet.servers)
+    for server in fleet.servers:
+        server.kill()
+    wait_until(lambda: fleet.rig.pool.num_connected() == 0)
+    fleet.rig.running.assert_blocked(0.3)
+    again = [start(ServerProcess("Counting", address)) for address in fleet.addresses]
+    fleet.collect_from(*again)
+    assert fleet.rig.pool.num_reconnects() == 2
+    for chain in fleet.chains.values():
+        check_chain(chain, STATE)
+
+
+def test_a_server_that_hangs_is_lost_while_the_others_go_on_and_may_come_back(start):
+    fleet = Fleet(start, ["127.0.0.1:0", "127.0.0.1:0"], step_timeout_s=0.5, connect_timeout_s=0.5)
+    first, second = fleet.servers
+    fleet.collect_from(first, second)
+    first.signal(signal.SIGSTOP)
+    wait_until(lambda: fleet.collect_from(second) or fleet.rig.pool.num_connected() == 1)
+    fleet.rig.wait_for_event(re.escape(fleet.addresses[0]))
+    fleet.collect_from(second)
+    first.signal(signal.SIGCONT)
+    fleet.collect_from(first, second)
+    assert fleet.rig.pool.num_reconnects() >= 1
+    for chain in fleet.chains.values():
+        check_chain(chain, STATE)
+
+
+@pytest.mark.parametrize(
+    ("odd", "options", "message"),
+    [
+        (obey(2, spaces='{"b": 2}'), {"spaces": '{"a": 1}'}, '"b": 2'),
+        (obey(3, spaces='{"a": 1}'), {"num_envs": 2}, "3.*2"),
+        (obey(2, spaces='{"a": 1}', version=2), {}, r"\b2\b.*\b1\b"),
+        (obey(2, spaces='{"a": 1}', version=0), {}, r"\b0\b.*\b1\b"),
+        (obey(3, spaces='{"a": 1}'), {}, "3.*2"),  # the others were first
+        (obey(2, spaces='{"b": 2}'), {}, '"b": 2'),
+    ],
+)
+@pytest.mark.parametrize("reconnect", [False, True])
+def test_a_server_that_disagrees_is_refused_by_name(start, odd, options, message, reconnect):
+    good = start(FakeServer(obey(2, spaces='{"a": 1}')))
+    late = threading.Event()
+
+    def speak(requests, context):
+        late.wait(DEADLINE)
+        yield from odd(requests, context)
+
+    refused = start(FakeServer(speak))
+    rig = start(
+        Rig([good.address, refused.address], act_zero, (), columns=2, reconnect=reconnect,
+            **options)
+    )  # fmt: skip
+    rig.take()
+    late.set()
+    if reconnect:
+        (event, *_) = rig.wait_for_event(message)
+        assert refused.address in event and good.address not in event
+        for _ in range(3):
+            rig.take()
+        assert rig.pool.num_connected() == 1
+    else:
+        with pytest.raises(ConnectionError, match=message) as caught:
+            while True:
+                rig.take()
+        assert refused.address in str(caught.value)
+
+
+def test_events_end_with_the_run(start):
+    server = start(FakeServer(obey(1)))
+    rig = start(Rig([server.address], act_zero, ()))
+    rig.take()
+    rig.threads[0].assert_blocked(0.05)
+    rig.close()
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            rig.pool.next_event()
+
+
+# ------------------------------------------------------------------------------ newest frame only
+
+
+class Stacked(counting.Counting):
+    """Frames [3 x 1, 4, 4] of noise, stacked; the first stack of an episode may be anything."""
+
+    stack_size = 3
+
+    def __init__(self, seed):
+        super().__init__()
+        self.random = np.random.default_rng(seed)
+        self.observation_space.__init__(0, 255, (3, 4, 4), np.uint8)
+
+    def observe(self):
+        frame = self.random.integers(0, 256, (1, 4, 4), np.uint8)
+        if self.count == 0:
+            self.stack = np.concatenate([frame ^ 1, frame ^ 2, frame])
+            if self.episode % 2:
+                self.stack = np.repeat(frame, 3, 0)  # as most do
+        else:
+            self.stack = np.concatenate([self.stack[1:], frame])
+        return self.stack
+
+
+class StackedTruncated(Stacked):
+    truncates = True
+
+
+@pytest.mark.parametrize("env_class", [Stacked, StackedTruncated])
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_newest_frames_are_stacked_to_what_they_were(start, env_class, num_envs):
+    from environment import Environments
+
+    def make_environments(num_envs, seed, name):
+        seeds = itertools.count(100)  # the same each time
+        return Environments(lambda: env_class(next(seeds)), num_envs, 0, name)
+
+    def frames(newest_frame_only):
+        server = start(ServerThread(None, make_environments=make_environments))
+        rig = start(
+            Rig([server.address], act_zero, (), columns=num_envs, dict_outputs=True,
+                num_envs=num_envs, newest_frame_only=newest_frame_only)
+        )  # fmt: skip
+        return [rig.take()[0][0]["frame"] for _ in range(8)]
+
+    for newest, whole in zip(frames(True), frames(False), strict=True):
+        assert newest.shape == (T + 1, num_envs, 3, 4, 4)
+        assert torch.equal(newest, whole)
+
+
+def stacked_first(num_envs=2, frames=None, full=None, is_full=None, stack_size=3):
+    frames = np.zeros((num_envs, 1, 4), np.uint8) if frames is None else frames
+    full = (
+        np.arange(num_envs * 12, dtype=np.uint8).reshape(num_envs, 3, 4) if full is None else full
+    )
+    is_full = b"\1" * num_envs if is_full is None else is_full
+    return make_first(
+        num_envs, leaf(frames), full=array(full), is_full=is_full, stack_size=stack_size
+    )
+
+
+def test_stacks_follow_the_protocol(start):
+    """Whole stacks for some environments, the newest frame for the others."""
+    full = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
+    new = np.full((2, 1, 4), 50, np.uint8) + np.arange(2, dtype=np.uint8).reshape(2, 1, 1)
+    whole = np.full((1, 3, 4), 77, np.uint8)
+    server = start(
+        FakeServer(
+            say(
+                stacked_first(full=full, frames=full[:, -1:]),
+                make_step(2, leaf(new), is_full=b"\0\0"),
+                make_step(2, leaf(new + 10), is_full=b"\0\1", full=array(whole)),
+                make_step(2, leaf(new + 20), is_full=b"\0\0"),
+                make_step(2, leaf(new + 30), is_full=b"\0\0"),
+            )
+        )
+    )
+    rig = start(Rig([server.address], act_zero, (), columns=2, newest_frame_only=True))
+    frame = rig.take()[0][0][0].numpy()
+    rows = [full]
+    rows.append(np.concatenate([rows[-1][:, 1:], new], 1))
+    rows.append(np.concatenate([rows[-1][:, 1:], new + 10], 1))
+    rows[-1][1] = whole
+    rows.append(np.concatenate([rows[-1][:, 1:], new + 20], 1))
+    rows.append(np.concatenate([rows[-1][:, 1:], new + 30], 1))
+    np.testing.assert_array_equal(frame, np.stack(rows))
+
+
+# ---------------------------------------------------------------- messages that should not be
+
+
+def observed(array_message):
+    return make_step(observation=rpcenv_pb2.Nest(array=array_message))
+
+
+def lying(shape, num_bytes=6, dtype="UINT8"):
+    return observed(
+        rpcenv_pb2.Array(dtype=rpcenv_pb2.DType.Value(dtype), shape=shape, data=b"\0" * num_bytes)
+    )
+
+
+def deep(levels):
+    """Return a serialized row whose observation is so many tuples in one another."""
+    good = make_step()
+    message = good.observation.SerializeToString()
+    for _ in range(levels):
+        message = field(2, message)
+    good.ClearField("observation")
+    return good.SerializeToString() + field(2, message)
+
+
+def field(number, data):
+    """Return a field of bytes as protobuf writes it."""
+    size, length = b"", len(data)
+    while length >= 128:
+        size += bytes([length % 128 + 128])
+        length //= 128
+    return bytes([number << 3 | 2]) + size + bytes([length]) + data
+
+
+def dict_of(keys, items=2):
+    return make_step(
+        observation=rpcenv_pb2.Nest(
+            keys=keys, items=[leaf(np.zeros((2, 3), np.uint8)) for _ in range(items)]
+        )
+    )
+
+
+def unknown_dtype():
+    step = lying([2, 3])
+    step.observation.array.dtype = 99
+    return step
+
+
+def array_with_items():
+    step = make_step()
+    step.observation.items.add().CopyFrom(leaf(np.zeros((2, 3), np.uint8)))
+    return step
+
+
+def without_observation():
+    step = make_step()
+    step.ClearField("observation")
+    return step
+
+
+BOOLS = ["done", "truncated", "terminated", "game_done"]
+WRONG_ROWS = (
+    {
+        "data too short": lying([2, 3], 5),
+        "data too long": lying([2, 3], 7),
+        "no data": lying([2, 3], 0),
+        "data of another dtype": lying([2, 3], 6, "FLOAT64"),
+        "fewer environments": lying([1, 6]),
+        "more environments": lying([3, 2]),
+        "no environments": lying([0, 3], 0),
+        "no dimensions": lying([], 1),
+        "negative sizes": lying([-2, -3]),
+        "one negative size": lying([2, -3]),
+        "huge size": lying([2, 2**40]),
+        "huge size of nothing": lying([2, 2**62, 0], 0),
+        "sizes that overflow": lying([2, 2**32, 2**31, 3]),
+        "sizes that overflow to what is there": lying([2, 2**63 - 1, 2**63 - 1, 3]),
+        "a thousand dimensions": lying([2, 3] + [1] * 1000),
+        "unknown dtype": unknown_dtype(),
+        "array and items": array_with_items(),
+        "no observation": without_observation(),
+        "empty observation": make_step(observation=rpcenv_pb2.Nest()),
+        "nothing but empty tuples": make_step(
+            observation=rpcenv_pb2.Nest(items=[rpcenv_pb2.Nest(), rpcenv_pb2.Nest()])
+        ),
+        "more keys than items": dict_of(["a", "b", "c"]),
+        "more items than keys": dict_of(["a"]),
+        "one key twice": dict_of(["a", "a"]),
+        "keys alone": dict_of(["a", "b"], 0),
+        "bool of 2": make_step(observation=leaf(np.ones((2, 3), bool))),
+        "too deep": deep(60),
+        "much too deep": deep(20_000),
+        "no protobuf": b"\xff" * 20,
+        "half a protobuf": make_step().SerializeToString()[:-3],
+        "nothing": b"",
+    }
+    | {
+        f"{key} of a wrong length": make_step(**{key: b"\0" * n})
+        for key, n in [("reward", 4), ("reward", 9), ("episode_step", 0), ("last_action", 8)]
+        + [(key, n) for key in BOOLS for n in (1, 3)]
+    }
+    | {f"{key} of 2": make_step(**{key: b"\0\2"}) for key in BOOLS}
+)
+WRONG_ROWS["bool of 2"].observation.array.data = b"\1\1\1\1\2\1"
+WRONG_LATER = {  # good rows, but not after what came before
+    "another shape": make_step(observation=leaf(np.zeros((2, 4), np.uint8))),
+    "another number of dimensions": make_step(observation=leaf(np.zeros((2, 3, 1), np.uint8))),
+    "another dtype of the same size": make_step(observation=leaf(np.zeros((2, 3), np.int8))),
+    "another dtype": make_step(observation=leaf(np.zeros((2, 3), np.float32))),
+    "a tuple": make_step(observation=rpcenv_pb2.Nest(items=[leaf(np.zeros((2, 3), np.uint8))])),
+    "a dict": dict_of(["a", "b"]),
+    "fewer environments in all": make_step(1),
+    "more environments in all": make_step(3),
+}
+SMALL, WHOLE = np.zeros((2, 1, 4), np.uint8), np.zeros((2, 3, 4), np.uint8)
+WRONG_STACKS = {
+    "no stack at first": make_first(2, leaf(SMALL), stack_size=3, is_full=b"\1\1"),
+    "not whole at first": stacked_first(is_full=b"\1\0"),
+    "is_full too short": stacked_first(is_full=b"\1"),
+    "is_full of 2": stacked_first(is_full=b"\1\2"),
+    "no is_full": stacked_first(is_full=b""),
+    "stack too small": stacked_first(full=WHOLE[:, :2]),
+    "stack too large": stacked_first(full=np.zeros((2, 4, 4), np.uint8)),
+    "stacks of too few": stacked_first(full=WHOLE[:1]),
+    "stack of another dtype": stacked_first(full=WHOLE.astype(np.int8)),
+    "stack without a dimension for frames": stacked_first(
+        frames=np.zeros(2, np.uint8), full=np.zeros(6, np.uint8)
+    ),
+    "a huge stack": stacked_first(stack_size=2**32 - 1),
+    "a stack of dicts": make_first(
+        2, dict_of(["a", "b"]).observation, full=array(WHOLE), is_full=b"\1\1", stack_size=3
+    ),
+}
+WRONG_STACKS_LATER = {
+    "no is_full later": make_step(2, leaf(SMALL)),
+    "is_full too long later": make_step(2, leaf(SMALL), is_full=b"\0\0\0"),
+    "no whole stack though said": make_step(2, leaf(SMALL), is_full=b"\0\1"),
+    "too many whole stacks": make_step(2, leaf(SMALL), is_full=b"\0\1", full=array(WHOLE)),
+    "whole stack of another shape": make_step(
+        2, leaf(SMALL), is_full=b"\1\1", full=array(WHOLE[:, :2])
+    ),
+    "frame of another shape": make_step(2, leaf(WHOLE), is_full=b"\0\0"),
+    "frames as tuple": make_step(2, rpcenv_pb2.Nest(items=[leaf(SMALL)]), is_full=b"\0\0"),
+}
+
+
+def as_first(row):
+    """Make a first message of a row."""
+    shake = make_first()
+    shake_bytes = field(1, shake.handshake.SerializeToString())
+    return shake_bytes + (row if isinstance(row, bytes) else row.SerializeToString())
+
+
+def make_conversations():
+    huge = make_first()
+    huge.handshake.num_envs = 2**32 - 1
+    stacks = {name: (row, make_step()) for name, row in WRONG_STACKS.items()}
+    later = {name: (stacked_first(), row) for name, row in WRONG_STACKS_LATER.items()}
+    return (
+        {name: (make_first(), make_step(), row) for name, row in (WRONG_ROWS | WRONG_LATER).items()}
+        | {f"{name}, at first": (as_first(row),) for name, row in WRONG_ROWS.items()}
+        | stacks
+        | later
+        | {
+            "no handshake": (make_step(),),
+            "no environments in the handshake": (make_first(0),),
+            "environments without end in the handshake": (huge,),
+            "nothing at all": (),
+        }
+    )
+
+
+CONVERSATIONS = make_conversations()
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_a_message_that_should_not_be_is_a_clear_connection_error(start, name):
+    server = start(FakeServer(say(*CONVERSATIONS[name])))
+    rig = start(Rig([server.address], act_zero, (), newest_frame_only=True))
+    with pytest.raises(ConnectionError, match=re.escape(server.address)) as caught:
+        rig.running.result(10)
+    assert len(str(caught.value)) > len(server.address) + 20  # it says what
+
+
+def test_a_server_that_lies_does_not_stop_the_others(start):
+    liar = start(FakeServer(say(make_first(), WRONG_ROWS["data too short"])))
+    good = start(FakeServer(obey(2)))
+    rig = start(Rig([good.address, liar.address], act_zero, (), columns=2, reconnect=True))
+    (event, *_) = rig.wait_for_event(re.escape(liar.address))
+    assert "bytes" in event
+    for _ in range(3):
+        rig.take()
+
+
+# --------------------------------------------------------------------- closing from every state
+
+
+CLOSING = """
+    import threading
+    import torch
+    from counting import FakeServer, free_address, hang_after_the_first_row, obey, wait_for_end
+    from deadline import Thread, wait_until
+    from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
+
+    def answer(batcher):
+        for batch in batcher:
+            batch.set_outputs(((torch.zeros(1, 1, dtype=torch.int64),), ()))
+
+    def check(state, speak, close, is_there, inference=True, reconnect=False):
+        server = FakeServer(speak) if speak else None
+        address = server.address if server else free_address()
+        queue = BatchingQueue(maximum_batch_size=1, maximum_queue_size=1)
+        batcher = DynamicBatcher(maximum_batch_size=1)
+        pool = ActorPool(2, queue, batcher, [address], (), reconnect=reconnect,
+                         connect_timeout_s=0.1 if reconnect else 60)
+        running = Thread(pool.run)
+        if inference:
+            answering = Thread(answer, batcher)
+        wait_until(lambda: is_there(pool, queue, batcher))
+        running.assert_blocked(0.05)
+        for closable in close:
+            {"queue": queue, "batcher": batcher}[closable].close()
+            if closable != close[-1]:
+                threading.Event().wait(0.02)
+        assert running.result(10) is None, state
+        if "batcher" not in close:
+            batcher.close()
+        if inference:
+            answering.result()
+        if server is not None:
+            server.stop()
+        print(state, close)
+
+    orders = [["queue", "batcher"], ["batcher", "queue"], ["queue"], ["batcher"]]
+    for close in orders:
+        check("connecting", None, close, lambda pool, queue, batcher: True)
+        check("between two attempts", None, close, reconnect=True,
+              is_there=lambda pool, queue, batcher: "again" in pool.next_event())
+        check("waiting for the first row", lambda requests, context: wait_for_end(context), close,
+              lambda pool, queue, batcher: True)
+        check("waiting for a row", hang_after_the_first_row, close,
+              lambda pool, queue, batcher: pool.num_connected() == 1 and batcher.size() == 0)
+        check("in compute", obey(1), close, inference=False,
+              is_there=lambda pool, queue, batcher: batcher.size() == 1)
+        check("in enqueue", obey(1), close,
+              lambda pool, queue, batcher: pool.count() == 4 and queue.size() == 1)
+    print("all")
+"""
+
+
+def test_run_comes_back_after_close_from_every_state():
+    output = run_with_deadline(CLOSING, seconds=60)
+    assert output.endswith("all\n")
+
+
+def test_close_amid_traffic_ends_the_run(start):
+    server = start(ServerThread(counting.Counting))
+    for i in range(10):
+        rig = Rig([server.address] * 3, limit=5)
+        for _ in range(i):
+            rig.take()
+        rig.close()
+
+
+def test_a_program_ends_though_the_pool_still_runs():
+    run_with_deadline("""
+        from counting import ServerProcess, free_address
+        from deadline import Thread, wait_until
+        from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
+
+        server = ServerProcess("Counting")
+        queue, batcher = BatchingQueue(), DynamicBatcher()
+        pool = ActorPool(2, queue, batcher, [server.address, free_address()], ())
+        running = Thread(pool.run)
+        watching = Thread(pool.next_event)
+        wait_until(lambda: batcher.size() == 1)
+    """)
+
+
+def test_the_signal_of_ctrl_c_arrives_while_the_pool_runs_in_another_thread():
+    run_with_deadline("""
+        import signal
+        from counting import free_address
+        from deadline import Thread
+        from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
+
+        queue, batcher = BatchingQueue(), DynamicBatcher()
+        pool = ActorPool(2, queue, batcher, [free_address()], ())
+        running = Thread(pool.run)
+        running.assert_blocked()
+        try:
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("no KeyboardInterrupt")
+        except KeyboardInterrupt:
+            queue.close()
+            batcher.close()
+            running.result()
+    """)
+
+
+def test_a_pool_that_never_ran_can_be_dropped():
+    queue, batcher = BatchingQueue(), DynamicBatcher()
+    pool = ActorPool(T, queue, batcher, ["127.0.0.1:1"], json.loads("[]"))
+    assert pool.count() == pool.num_connected() == pool.num_reconnects() == 0
+    del pool
+    queue.close()
+    batcher.close()
