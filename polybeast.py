@@ -429,7 +429,8 @@ def train_on(flags, addresses, process):
     T, B = flags.unroll_length, flags.batch_size
     use_cuda = torch.cuda.is_available() and not flags.disable_cuda
     device = torch.device("cuda:0" if use_cuda else "cpu")
-    inference_device = torch.device("cuda:1") if torch.cuda.device_count() > 1 else device
+    two_gpus = use_cuda and torch.cuda.device_count() > 1
+    inference_device = torch.device("cuda:1") if two_gpus else device
     num_local_servers = flags.num_servers if process is not None else 0
     num_cores = len(os.sched_getaffinity(0)) - num_local_servers
     torch.set_num_threads(max(1, num_cores // (1 + flags.num_inference_threads)))

@@ -4,8 +4,11 @@
     pip install -r requirements.txt
     pip install --no-build-isolation -e .     # or: python setup.py build_ext --inplace
 
-SANITIZE=address, thread or undefined in the environment adds that sanitizer. gRPC and protobuf are
-the system's, or those of conda or Homebrew; what is missing is listed, with the line to install it.
+gRPC and protobuf are the system's, or those of conda or Homebrew; what is missing is listed, with
+the line that installs it. SANITIZE=address, thread or undefined in the environment adds a
+sanitizer; the modules then need its runtime from the start:
+
+    LD_PRELOAD=$(c++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 python -m pytest
 """
 
 import filecmp
@@ -220,6 +223,8 @@ def call(*command) -> None:
     # CMake's make is not part of one that may have called us.
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     if subprocess.run(command, env=env).returncode != 0:
+        if missing := find_missing():  # which was there when the build directory was made
+            raise SystemExit(explain(missing))
         raise SystemExit(f"That failed, see above: {shlex.join(map(str, command))}")
 
 

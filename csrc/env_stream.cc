@@ -10,6 +10,7 @@ namespace torchbeast {
 
 namespace {
 
+constexpr auto kGrace = std::chrono::seconds(1);            // for a stream that has failed to end
 constexpr auto kPatience = std::chrono::milliseconds(200);  // until a cancelled wait is noticed
 
 std::shared_ptr<grpc::Channel> make_channel(const std::string& address) {
@@ -27,6 +28,9 @@ std::shared_ptr<grpc::Channel> make_channel(const std::string& address) {
   // Each stream has a connection of its own, even to the same server.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  // One read and one window for a batch of frames, not dozens.
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, 1 << 20);
+  arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 8 << 20);
   return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
 }
 
@@ -123,11 +127,17 @@ void EnvStream::cancel_if_late() {
 }
 
 void EnvStream::fail() {
-  deadline_ = 0;
+  const bool too_slow = late_;
+  // A message that cannot be read leaves the stream open, and its end could be long in coming.
+  begin_wait(kGrace);
   const grpc::Status status = stream_->Finish();
+  deadline_ = 0;
   stream_.reset();
-  if (late_) {
+  if (too_slow) {
     throw ConnectionError("the environment server at " + address_ + " hangs: it took too long");
+  }
+  if (late_) {
+    throw ConnectionError("the environment server at " + address_ + " sent what cannot be read");
   }
   if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) {
     throw TimeoutError("the environment server at " + address_ + " did not answer in time");

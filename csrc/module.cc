@@ -5,10 +5,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -23,7 +25,29 @@ namespace py = pybind11;
 namespace torchbeast {
 namespace {
 
-using NoGil = py::gil_scoped_release;
+// Gives up the GIL, and takes it back unless the interpreter is ending: then the thread that asks
+// for it would be unwound through destructors that must not throw, so it rests instead.
+class NoGil {
+ public:
+  NoGil() : state_(PyEval_SaveThread()) {}
+  ~NoGil() {
+    while (is_finalizing()) std::this_thread::sleep_for(std::chrono::hours(1));
+    PyEval_RestoreThread(state_);
+  }
+  NoGil(const NoGil&) = delete;
+  NoGil& operator=(const NoGil&) = delete;
+
+ private:
+  static bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+    return Py_IsFinalizing();
+#else
+    return _Py_IsFinalizing();
+#endif
+  }
+
+  PyThreadState* const state_;
+};
 
 // Memory that GPUs copy from by themselves; torch allocates it.
 MemoryPool::Block allocate_pinned(size_t num_bytes) {
@@ -43,6 +67,7 @@ std::shared_ptr<BatchingQueue> make_queue(int64_t batch_dim, int64_t minimum_bat
                                           std::optional<int64_t> timeout_ms, bool,
                                           std::optional<int64_t> maximum_queue_size,
                                           bool pin_memory) {
+  if (pin_memory) allocate_pinned(1);  // which raises where there is no GPU
   auto pool = std::make_shared<MemoryPool>(pin_memory ? allocate_pinned : MemoryPool::Allocator());
   return std::make_shared<BatchingQueue>(
       BatchingQueue::Options{batch_dim, minimum_batch_size, maximum_batch_size, timeout_ms,

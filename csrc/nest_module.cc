@@ -16,10 +16,16 @@ namespace {
 
 using PyNest = Nest<py::object>;
 
-PyNest to_nest(py::handle object) {
+constexpr int kMaxDepth = 100;
+
+PyNest to_nest(py::handle object, int depth = 1) {
+  if (depth > kMaxDepth) {
+    throw py::value_error("a nest is more than " + std::to_string(kMaxDepth) +
+                          " levels deep; does it hold itself?");
+  }
   if (py::isinstance<py::tuple>(object) || py::isinstance<py::list>(object)) {
     PyNest::Tuple tuple;
-    for (py::handle item : object) tuple.push_back(to_nest(item));
+    for (py::handle item : object) tuple.push_back(to_nest(item, depth + 1));
     return tuple;
   }
   if (py::isinstance<py::dict>(object)) {
@@ -28,7 +34,7 @@ PyNest to_nest(py::handle object) {
       if (!py::isinstance<py::str>(key)) {
         throw py::type_error("the keys of a nest must be strings");
       }
-      dict.emplace(py::cast<std::string>(key), to_nest(value));
+      dict.emplace(py::cast<std::string>(key), to_nest(value, depth + 1));
     }
     return dict;
   }

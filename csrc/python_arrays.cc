@@ -18,6 +18,8 @@ namespace torchbeast {
 
 namespace {
 
+constexpr int kMaxDepth = 100;
+
 struct Dtypes {
   DType dtype;
   dlpack::DataType type;
@@ -57,7 +59,13 @@ py::object export_dlpack(py::handle object) {
       throw py::type_error("a leaf should be a tensor, but is " +
                            std::string(py::str(py::type::of(object))));
     }
-    return object.attr("__dlpack__")();
+    try {
+      return object.attr("__dlpack__")();
+    } catch (py::error_already_set& error) {
+      // NumPy exports no array that is read-only.
+      if (!error.matches(PyExc_BufferError) || !py::hasattr(object, "copy")) throw;
+      return object.attr("copy")().attr("__dlpack__")();
+    }
   }
   if (object.attr("requires_grad").cast<bool>()) {
     return torch().to_dlpack(object.attr("detach")());
@@ -148,12 +156,14 @@ py::object export_array(const Array& array) {
   return torch().from_dlpack(capsule);
 }
 
-}  // namespace
-
-Nest<Array> from_python(py::handle nest) {
+Nest<Array> from_python(py::handle nest, int depth) {
+  if (depth > kMaxDepth) {
+    throw py::value_error("a nest is more than " + std::to_string(kMaxDepth) +
+                          " levels deep; does it hold itself?");
+  }
   if (py::isinstance<py::tuple>(nest) || py::isinstance<py::list>(nest)) {
     Nest<Array>::Tuple tuple;
-    for (py::handle item : nest) tuple.push_back(from_python(item));
+    for (py::handle item : nest) tuple.push_back(from_python(item, depth + 1));
     return tuple;
   }
   if (py::isinstance<py::dict>(nest)) {
@@ -162,12 +172,16 @@ Nest<Array> from_python(py::handle nest) {
       if (!py::isinstance<py::str>(key)) {
         throw py::type_error("the keys of a nest must be strings");
       }
-      dict.emplace(py::cast<std::string>(key), from_python(value));
+      dict.emplace(py::cast<std::string>(key), from_python(value, depth + 1));
     }
     return dict;
   }
   return import_dlpack(nest);
 }
+
+}  // namespace
+
+Nest<Array> from_python(py::handle nest) { return from_python(nest, 1); }
 
 py::object to_python(const Nest<Array>& nest) {
   if (nest.is_leaf()) return export_array(nest.leaf());

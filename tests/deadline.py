@@ -10,7 +10,7 @@ import threading
 import time
 
 ROOT = pathlib.Path(__file__).parent.parent
-DEADLINE = 30  # seconds; a loaded machine may need some, an idle one never
+DEADLINE = 60  # seconds; a loaded machine may need some, an idle one never
 
 
 class Thread(threading.Thread):

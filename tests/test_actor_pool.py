@@ -140,9 +140,11 @@ class Rig:
         for closable in (self.batcher, self.queue):
             if not closable.is_closed():
                 closable.close()
-        self.running.result()
-        for thread in self.threads:
-            thread.result()
+        try:
+            self.running.result()
+        finally:
+            for thread in self.threads:
+                thread.result()
 
 
 @pytest.fixture
@@ -707,16 +709,17 @@ def test_a_server_that_does_not_answer_in_time_is_lost(start):
 
 def test_a_slow_agent_or_learner_is_not_held_against_the_server(start):
     server = start(ServerThread(counting.Counting))
+    calls = itertools.count()
 
     def agent(env_outputs, state):
-        time.sleep(0.25)
+        if next(calls) == 0:
+            time.sleep(1.5)
         return answer(env_outputs, state)
 
-    rig = start(Rig([server.address], agent, limit=1, unroll_length=2, step_timeout_s=0.2))
-    rig.take()
-    time.sleep(1)  # the actor waits for the queue meanwhile
-    rig.take()
-    rig.running.assert_blocked()
+    rig = start(Rig([server.address], agent, limit=1, step_timeout_s=1))
+    columns = rig.columns(1)
+    time.sleep(1.5)  # the actor waits for the queue meanwhile
+    check_chain(columns + rig.columns(3), STATE)
 
 
 @pytest.mark.parametrize("where", ["tcp", "unix"])

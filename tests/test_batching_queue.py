@@ -498,6 +498,17 @@ def test_inputs_are_let_go_once_they_have_been_taken_or_the_queue_is_gone():
     wait_until(lambda: (gc.collect(), second() is None)[1])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_may_be_in_pinned_memory():
+    queue = BatchingQueue(batch_dim=0, maximum_batch_size=2, pin_memory=True)
+    kept = []
+    for i in range(10):
+        queue.enqueue({"a": columns(2 * i, 2, 100)})
+        kept.append(next(queue)["a"])
+    assert all(batch.is_pinned() for batch in kept)
+    assert [numbers(batch[:, 0]) for batch in kept] == [[2 * i, 2 * i + 1] for i in range(10)]
+
+
 def test_a_batch_outlives_its_queue():
     queue = BatchingQueue(batch_dim=0)
     queue.enqueue(columns(0, 3, 1000))
@@ -774,13 +785,13 @@ def test_a_queue_that_is_closed_amid_traffic_wakes_everyone():
 
 
 def test_the_alarm_rings_for_a_deadlock():
-    with pytest.raises(AssertionError, match="deadlock after 3 s") as caught:
+    with pytest.raises(AssertionError, match="deadlock after 2 s") as caught:
         run_with_deadline(
             """
             from libtorchbeast import BatchingQueue
             next(BatchingQueue())
             """,
-            seconds=3,
+            seconds=2,
         )
     assert '"<string>"' in str(caught.value)  # it says where
 

@@ -48,7 +48,7 @@ CATCH, CATCH_SERVER = TESTS / "catch_poly.py", TESTS / "catch_env.py"
 POLYBEAST = REPO / "polybeast.py"
 ANY_PORT = "127.0.0.1:0"
 # Learns Catch in all of a dozen seeds; a few seconds on two cores.
-GOOD = "--num_servers 2 --envs_per_stream 16 --learning_rate 0.01 --total_steps 70_000"
+GOOD = "--num_servers 2 --envs_per_stream 8 --learning_rate 0.01 --total_steps 100_000"
 SMALL = "--num_servers 1 --envs_per_stream 4 --batch_size 4"
 ENDLESS = "--total_steps 100_000_000"
 STOP_TIME = 15  # seconds; servers may take 5 of them, and the machine may be busy
@@ -87,7 +87,7 @@ def test_catch_is_learned_in_under_a_minute(learned):
     rows = read_rows(learned["savedir"] / "first")
     assert float(rows[-1]["mean_episode_return"]) >= 0.9
     assert float(rows[-1]["_time"]) - float(rows[0]["_time"]) < 60
-    assert int(rows[-1]["step"]) >= 70_000
+    assert int(rows[-1]["step"]) >= 100_000
 
 
 def test_servers_started_here_leave_no_process_no_socket_and_no_folder(learned):
@@ -111,7 +111,7 @@ def test_folder_holds_what_happened(learned):
 
 def test_meta_tells_flags_and_circumstances(learned):
     meta = read_meta(learned["savedir"] / "first")
-    assert meta["flags"]["seed"] == 12 and meta["flags"]["envs_per_stream"] == 16
+    assert meta["flags"]["seed"] == 12 and meta["flags"]["envs_per_stream"] == 8
     assert meta["status"] == "ended"
     assert meta["start"] < meta["end"]
     assert meta["versions"]["torch"] == torch.__version__
@@ -136,8 +136,7 @@ def test_logs_go_forward_and_never_hold_a_nan(learned):
 def test_figures_of_servers_batches_and_queue_are_true(learned):
     rows = read_rows(learned["savedir"] / "first")
     sizes = column(rows, "inference_batch_size")
-    assert len(sizes) >= len(rows) - 1  # the last tick may be too short for any
-    assert all(16 <= size <= 32 for size in sizes)  # of one stream, or of both
+    assert len(sizes) > 0 and all(8 <= size <= 16 for size in sizes)  # of one stream, or of both
     assert all(0 <= size <= 8 for size in column(rows, "learner_queue_size"))
     assert max(column(rows, "connected_actors")) == 2
     assert max(column(rows, "reconnects")) == 0
@@ -158,13 +157,13 @@ def test_policy_lag_is_small_but_not_nought(learned):
     assert len(lags[0]) > 0
     for least, mean, most in zip(*lags, strict=True):
         assert 0 <= least <= mean <= most
-    # 32 environments are four batches; a queue's worth, and those being fetched, are five more.
+    # Two batches are made at a time, one is in the queue, two are fetched, one is learned from.
     assert 0 < max(lags[1]) <= 10
 
 
 def test_learning_rate_falls_linearly_to_nought(learned):
     for row in read_rows(learned["savedir"] / "first"):
-        left = 1 - min(int(row["step"]), 70_000) / 70_000
+        left = 1 - min(int(row["step"]), 100_000) / 100_000
         assert float(row["learning_rate"]) == pytest.approx(0.01 * left)
     assert float(row["learning_rate"]) == 0
 
@@ -173,7 +172,7 @@ def test_checkpoint_holds_all_that_goes_on(learned):
     checkpoint = load(learned["savedir"] / "first" / "model.tar")
     wanted = {"model_state_dict", "optimizer_state_dict", "scheduler_state_dict", "step", "stats"}
     assert wanted | {"random_states", "flags"} <= checkpoint.keys()
-    assert checkpoint["step"] == checkpoint["stats"]["step"] >= 70_000
+    assert checkpoint["step"] == checkpoint["stats"]["step"] >= 100_000
     assert checkpoint["flags"]["env"] == "Catch"
 
 
@@ -191,7 +190,7 @@ def test_mode_test_plays_the_latest_run_by_default(learned):
     returns = [float(r) for r in re.findall(r"^game \d+: return (\S+) in 9 steps", output, re.M)]
     assert len(returns) == 10
     assert f"10 games: mean return {np.mean(returns):.2f} +- " in output
-    assert "sampling" in output and "Catch" in output and "at step 70," in output
+    assert "sampling" in output and "Catch" in output and "at step 100," in output
     assert "serving on" not in output  # it needs no server
     assert np.mean(returns) > 0.5
 
@@ -259,11 +258,10 @@ def test_sockets_at_a_place_of_ones_own_are_gone_too(mixed):
     assert traces(mixed["temporary"]) == []
 
 
-def test_profiler_trace_shows_updates(mixed):
+def test_profiler_trace_shows_twenty_updates_of_all_learner_threads(mixed):
     trace = json.loads((mixed["savedir"] / "latest" / "trace.json").read_text())
-    names = {event.get("name") for event in trace["traceEvents"]}
-    assert {"aten::mm", "aten::_foreach_norm"} & names, sorted(map(str, names))[:50]
-    assert any("RMSprop" in str(name) for name in names)
+    names = [event.get("name", "") for event in trace["traceEvents"]]
+    assert names.count("Optimizer.step#RMSprop.step") == 20
 
 
 def test_a_run_without_a_seed_and_a_name_keeps_what_it_drew(mixed):
@@ -792,7 +790,7 @@ def test_a_reward_that_is_not_a_number_does_not_come_through(train, tmp_path, mo
         ("--server_addresses a:1 --pipes_basename unix:/b", r"a:1\) .*unix:/b\) .* only one"),
         ("--server_addresses a:1,,b:2", "separated by commas"),
         ("--server_addresses nowhere", "nowhere.* host:port"),
-        ("--pipes_basename nowhere", "--pipes_basename .*nowhere"),
+        ("--pipes_basename nowhere", "nowhere.* host:port"),
         ("--batch_size 0", "--batch_size is 0"),
         ("--unroll_length 0", "--unroll_length is 0"),
         ("--total_steps -5", "--total_steps is -5"),
@@ -929,6 +927,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name_and_left_alone(train,
     assert path.read_bytes() == before
 
 
+def test_all_numbers_may_be_one(train, tmp_path):
+    words = "--unroll_length 1 --batch_size 1 --envs_per_stream 1 --num_learner_threads 1"
+    assert train(words, "--total_steps 15 --xpid run")[0] == 0
+    assert load(tmp_path / "run" / "model.tar")["step"] == 15
+
+
 def test_no_checkpoint_is_written_where_none_is_wanted(train, tmp_path):
     assert train("--xpid run --disable_checkpoint --total_steps 100")[0] == 0
     assert not (tmp_path / "run" / "model.tar").exists()
@@ -1002,13 +1006,22 @@ def test_published_weights_are_never_torn():
 
 
 def test_answers_tell_the_version_of_the_weights_that_gave_them():
-    model = Even()
+    model, lock = Even(), threading.Lock()
     weights = polybeast.PublishedWeights(model)
+
+    class Overtaken(Even):
+        """While it answers, newer weights are published."""
+
+        def forward(self, inputs, agent_state):
+            with lock:
+                model.set(weights.version)
+                weights.publish(model)
+            return super().forward(inputs, agent_state)
+
     batcher = libtorchbeast.DynamicBatcher(batch_dim=1, maximum_batch_size=64)
-    sizes = []
+    sizes, device = [], torch.device("cpu")
     threads = [
-        Thread(polybeast.inference, Even(), batcher, weights, torch.device("cpu"), sizes)
-        for _ in range(2)
+        Thread(polybeast.inference, Overtaken(), batcher, weights, device, sizes) for _ in range(2)
     ]
 
     def ask(num_columns):
@@ -1023,20 +1036,14 @@ def test_answers_tell_the_version_of_the_weights_that_gave_them():
                 assert set(outputs[name].flatten().tolist()) == {version - 1}
             assert set(state.flatten().tolist()) == {count}
             versions.append(version)
-        return versions
+        assert versions == sorted(set(versions))  # each time with newer weights
 
-    callers = [Thread(ask, 1 + i) for i in range(4)]
-    for value in range(1, 100):
-        model.set(value)
-        weights.publish(model)
-        time.sleep(0.001)
-    for caller in callers:
+    for caller in [Thread(ask, 1 + i) for i in range(4)]:
         caller.result()
-    assert ask(1)[-1] == 100
     batcher.close()
     for thread in threads:
         thread.result()
-    assert sum(sizes) == 50 * (1 + 2 + 3 + 4) + 50
+    assert sum(sizes) == 50 * (1 + 2 + 3 + 4)
     assert max(sizes) <= 10
 
 
@@ -1154,7 +1161,7 @@ def test_last_reward_before_a_time_limit_counts(over_the_wire, program, limit):
 def pong(tmp_path_factory):
     """Savedir, status and output of a very short run of Pong."""
     savedir = tmp_path_factory.mktemp("pong")
-    words = "--num_servers 1 --envs_per_stream 4 --batch_size 4 --total_steps 500 --use_lstm"
+    words = "--num_servers 1 --envs_per_stream 4 --batch_size 4 --total_steps 200 --use_lstm"
     status, output = run(POLYBEAST, words, "--savedir", savedir)
     return savedir, status, output
 
@@ -1163,7 +1170,7 @@ def test_pong_is_trained_with_the_deep_net(pong):
     savedir, status, output = pong
     assert status == 0, output
     checkpoint = load(savedir / "latest" / "model.tar")
-    assert checkpoint["step"] >= 500
+    assert checkpoint["step"] >= 200
     assert "conv.2.conv1.weight" in checkpoint["model_state_dict"]
     assert re.search(r"[1-9][\d,]* frames/s", output)
 
