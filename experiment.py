@@ -38,7 +38,10 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 # Of this call alone, never taken over from a checkpoint.
-_CALL_FLAGS = ("mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "num_buffers")
+_CALL_FLAGS = (
+    *("mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "num_buffers"),
+    *("pipes_basename", "write_profiler_trace"),
+)
 
 
 class FlagError(ValueError):

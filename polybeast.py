@@ -119,6 +119,7 @@ atari_wrappers.add_flags(parser)
 LOG_INTERVAL = 5  # seconds
 CHECKPOINT_INTERVAL = 5 * 60  # seconds
 CONNECT_TIMEOUT = 60  # seconds until a server that does not answer is spoken of
+MAX_ENVS_PER_STREAM = 4096  # of libtorchbeast.Server
 ENV_SCRIPT = polybeast_env.__file__  # what local servers run
 
 
@@ -408,6 +409,11 @@ def check_flags(flags):
             f"--num_actors is {flags.num_actors}, but there are {num_addresses} servers, each of "
             f"which needs an actor: give it at least {num_addresses}"
         )
+    if (flags.envs_per_stream or 1) > MAX_ENVS_PER_STREAM:
+        raise experiment.FlagError(
+            f"--envs_per_stream is {flags.envs_per_stream}, but servers step at most "
+            f"{MAX_ENVS_PER_STREAM} environments as one batch"
+        )
     if flags.seed is not None and flags.seed < 0:
         raise experiment.FlagError(f"--seed is {flags.seed}; it must not be negative")
     if flags.seed is None:
@@ -416,6 +422,9 @@ def check_flags(flags):
 
 def train(flags):
     check_flags(flags)
+    libtorchbeast.ActorPool  # noqa: B018 - where it is not built, this says how to build it
+    # Until the run's own handlers take over: have what has been started ended.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     experiment.keep_freed_memory()
     experiment.seed_generators([flags.seed, 0])
     if flags.server_addresses is not None:
@@ -479,6 +488,7 @@ def train_on(flags, addresses, process):
     errors = []
     lock = threading.Lock()  # guards model, optimizer, scheduler, stats, figures and lags
     figures, lags, batch_sizes = {}, [], []
+    profiled = threading.Lock()  # held by the one learner thread that is profiled
 
     inference_batcher = libtorchbeast.DynamicBatcher(
         batch_dim=1, minimum_batch_size=1, maximum_batch_size=max(512, N)
@@ -490,6 +500,9 @@ def train_on(flags, addresses, process):
 
     def batch_and_learn():
         copy_stream = torch.cuda.Stream(device) if use_cuda else None
+        profiler = None  # a profiler sees the thread that starts it
+        if flags.write_profiler_trace and profiled.acquire(blocking=False):
+            profiler = start_profiler(run_folder.path)
         for (env_outputs, agent_outputs), agent_state in learner_queue:
             batch = env_outputs | agent_outputs
             versions = batch.pop("policy_version")[1:]
@@ -577,7 +590,6 @@ def train_on(flags, addresses, process):
         first_step = stats["step"]
         run_folder.start_logs(first_step)
         weights = PublishedWeights(model)
-        profiler = start_profiler(run_folder.path) if flags.write_profiler_trace else None
         actors = libtorchbeast.ActorPool(
             T, learner_queue, inference_batcher,
             [addresses[i % len(addresses)] for i in range(num_actors)],

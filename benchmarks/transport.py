@@ -48,6 +48,7 @@ CASES = [
     Case("4x84x84, whole", (4, 84, 84), 0, 2, 32, 2, goal=60_000),
     Case("4x84x84, newest frame only", (4, 84, 84), 4, 2, 32, 2, goal=100_000),
     Case("100 bytes", (100,), 0, 2, 32, 2, goal=200_000),
+    Case("100 bytes, 8 streams", (100,), 0, 8, 32, 2, goal=200_000),
     Case("100 bytes, as forks use it", (100,), 0, 8, 1, 2, fork=True, goal=10_000),
     *(
         Case(f"newest frame only, {n} x 32 environments", (4, 84, 84), 4, n, 32, 2)
@@ -57,21 +58,18 @@ CASES = [
 
 
 class MockEnvironments:
-    """N environments whose frames move on as stacks do, at the cost of a copy."""
+    """N environments that observe the same all the time."""
 
     spaces = json.dumps("mock")
 
     def __init__(self, shape, stack_size, num_envs):
         self.num_envs, self.stack_size = num_envs, stack_size
-        random = np.random.default_rng(1)
-        channels = shape[0] // max(stack_size, 1)  # new ones in each row
-        ring = random.integers(0, 256, (num_envs, 8 * channels, *shape[1:]), np.uint8)
-        ring = np.concatenate([ring, ring], axis=1)
-        self._frames = [  # each moved on by one frame, also the first after the last
-            np.ascontiguousarray(ring[:, i * channels : i * channels + shape[0]]) for i in range(8)
-        ]
+        # All frames of a stack are alike, so that each observation is one frame on from the last.
+        frame = np.random.default_rng(1).integers(
+            0, 256, (num_envs, shape[0] // max(stack_size, 1), *shape[1:]), np.uint8
+        )
         self.row = {
-            "frame": self._frames[0],
+            "frame": np.concatenate([frame] * max(stack_size, 1), axis=1),
             "reward": np.zeros(num_envs, np.float32),
             "done": np.zeros(num_envs, bool),
             "truncated": np.zeros(num_envs, bool),
@@ -83,14 +81,11 @@ class MockEnvironments:
             "game_step": np.zeros(num_envs, np.int32),
             "last_action": np.zeros(num_envs, np.int64),
         }
-        self._count = 0
 
     def initial(self):
         return self.row
 
     def step(self, actions):
-        self._count += 1
-        self.row["frame"] = self._frames[self._count % len(self._frames)]
         return self.row
 
     def close(self):
@@ -101,6 +96,8 @@ def serve(case, address, pipe):
     def make(num_envs, seed, name):
         return MockEnvironments(case.shape, case.stack_size, case.envs_per_stream)
 
+    # As polybeast_env.py sets it: gRPC's older way to wait for sockets needs fewer threads.
+    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
     server = libtorchbeast.Server(None, address, make_environments=make)
     server.run(pipe.send)
 
