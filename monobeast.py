@@ -120,7 +120,7 @@ class AtariNet(nn.Module):
         if shape is None or len(shape) != 3 or min(shape[1:]) < 36:
             raise experiment.FlagError(
                 f"Net is for frames [channels, height, width] of at least 36x36 pixels, but the "
-                f"environment's observations are {observation_space}; edit Net in {__file__}"
+                f"environment's observations are {observation_space}; edit AtariNet in {__file__}"
             )
         self.num_actions = num_actions
         self.conv = nn.Sequential(

@@ -35,6 +35,7 @@ import sys
 import threading
 import time
 
+import gymnasium as gym
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -46,7 +47,14 @@ import libtorchbeast
 import polybeast_env
 import vtrace
 from environment import EnvError, empty_observation, map_nest, space_from_dict
-from servers import consecutive_addresses, expand_addresses, local_servers, query_servers
+from servers import (
+    ANSWER_TIMEOUT,
+    CONNECT_TIMEOUT,
+    consecutive_addresses,
+    expand_addresses,
+    local_servers,
+    query_servers,
+)
 
 # fmt: off
 parser = argparse.ArgumentParser(
@@ -87,11 +95,12 @@ training.add_argument("--write_profiler_trace", action="store_true",
 
 servers = parser.add_argument_group("environment servers")
 servers.add_argument("--server_addresses", help="Where servers run already: host:port, "
-                     "host:first_port-last_port or unix:/path, separated by commas. By default "
-                     "servers are started here.")
+                     "host:first_port-last_port or unix:/path, separated by commas. By default, "
+                     "and where it is empty, servers are started here.")
 servers.add_argument("--num_servers", default=2, type=int, help="Server processes to start here.")
-servers.add_argument("--pipes_basename", help="Start them at NAME.0, NAME.1, ..., such as "
-                     "unix:/tmp/polybeast. By default in a temporary folder.")
+servers.add_argument("--pipes_basename", help="Start them at NAME.0, NAME.1, ... (a single one at "
+                     "NAME), such as unix:/tmp/polybeast; or at host:port and the ports after it. "
+                     "By default in a temporary folder.")
 servers.add_argument("--num_actors", type=int, help="Streams, which the servers share. "
                      "By default one for each server.")
 servers.add_argument("--envs_per_stream", type=int, help="Environments that a server steps as one "
@@ -118,8 +127,7 @@ atari_wrappers.add_flags(parser)
 
 LOG_INTERVAL = 5  # seconds
 CHECKPOINT_INTERVAL = 5 * 60  # seconds
-CONNECT_TIMEOUT = 60  # seconds until a server that does not answer is spoken of
-MAX_ENVS_PER_STREAM = 4096  # of libtorchbeast.Server
+MAX_STREAMS_PER_SERVER, MAX_ENVS_PER_STREAM = 16, 4096  # of libtorchbeast.Server
 ENV_SCRIPT = polybeast_env.__file__  # what local servers run
 
 
@@ -171,7 +179,7 @@ class AtariNet(nn.Module):
         if shape is None or len(shape) != 3 or min(shape[1:]) < 36:
             raise experiment.FlagError(
                 f"Net is for frames [channels, height, width] of at least 36x36 pixels, but the "
-                f"environment's observations are {observation_space}; edit Net in {__file__}"
+                f"environment's observations are {observation_space}; edit AtariNet in {__file__}"
             )
         self.num_actions = num_actions
         self.conv = deep_trunk(shape[0]) if model == "deep" else shallow_trunk(shape[0])
@@ -391,13 +399,13 @@ def check_flags(flags):
             f"--max_learner_queue_size is {flags.max_learner_queue_size}, but a batch needs "
             f"--batch_size = {flags.batch_size} rollouts: give it at least that"
         )
-    if flags.server_addresses is not None and flags.pipes_basename is not None:
+    if flags.server_addresses and flags.pipes_basename is not None:
         raise experiment.FlagError(
             f"--server_addresses ({flags.server_addresses}) names servers that run already, "
             f"--pipes_basename ({flags.pipes_basename}) where to start some: give only one"
         )
     try:
-        if flags.server_addresses is not None:
+        if flags.server_addresses:
             num_addresses = len(expand_addresses(flags.server_addresses))
         else:
             local = flags.pipes_basename or "unix:/a/temporary/folder"
@@ -408,6 +416,11 @@ def check_flags(flags):
         raise experiment.FlagError(
             f"--num_actors is {flags.num_actors}, but there are {num_addresses} servers, each of "
             f"which needs an actor: give it at least {num_addresses}"
+        )
+    if (flags.num_actors or 0) > MAX_STREAMS_PER_SERVER * num_addresses:
+        raise experiment.FlagError(
+            f"--num_actors is {flags.num_actors}, but {num_addresses} servers take at most "
+            f"{MAX_STREAMS_PER_SERVER} streams each"
         )
     if (flags.envs_per_stream or 1) > MAX_ENVS_PER_STREAM:
         raise experiment.FlagError(
@@ -427,7 +440,7 @@ def train(flags):
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     experiment.keep_freed_memory()
     experiment.seed_generators([flags.seed, 0])
-    if flags.server_addresses is not None:
+    if flags.server_addresses:
         return train_on(flags, expand_addresses(flags.server_addresses), None)
     with local_servers(ENV_SCRIPT, polybeast_env.parser, flags) as (addresses, process):
         return train_on(flags, addresses, process)
@@ -448,12 +461,16 @@ def train_on(flags, addresses, process):
     handshake = query_servers(addresses, flags.envs_per_stream and 1, process)
     if not handshake["spaces"]:
         raise EnvError(
-            "the environment servers' environments have no observation_space and action_space, "
-            "which the net is made from: give them some"
+            "the environment servers do not tell the spaces, which the net is made from: serve the "
+            "environment by create_env of polybeast_env.py"
         )
-    spaces = json.loads(handshake["spaces"])
-    observation_space = space_from_dict(spaces["observation"])
-    num_actions = int(space_from_dict(spaces["action"]).n)
+    spaces = {key: space_from_dict(d) for key, d in json.loads(handshake["spaces"]).items()}
+    observation_space = spaces["observation"]
+    if not isinstance(spaces["action"], gym.spaces.Discrete):
+        raise EnvError(
+            f"the servers' action space is {spaces['action']}; only Discrete is supported"
+        )
+    num_actions = int(spaces["action"].n)
     N = flags.envs_per_stream or handshake["num_envs"]
     num_actors = flags.num_actors or len(addresses)
     max_queue_size = flags.max_learner_queue_size or B
@@ -594,10 +611,12 @@ def train_on(flags, addresses, process):
             T, learner_queue, inference_batcher,
             [addresses[i % len(addresses)] for i in range(num_actors)],
             initial_agent_state,
-            dict_outputs=True, num_envs=flags.envs_per_stream, newest_frame_only=True,
+            dict_outputs=True, num_envs=flags.envs_per_stream, expected_num_envs=N,
+            newest_frame_only=True,
             # Those of a resumed run must not play the same games again.
             seeds=[f"{flags.seed},{1 + i},{first_step}" for i in range(num_actors)],
             reconnect=True, spaces=handshake["spaces"], connect_timeout_s=CONNECT_TIMEOUT,
+            step_timeout_s=ANSWER_TIMEOUT,
         )  # fmt: skip
         try:
             for function, count in (
@@ -611,6 +630,8 @@ def train_on(flags, addresses, process):
             saved = time.monotonic()
             while not stop.wait(LOG_INTERVAL):
                 log()
+                if process is not None and process.poll() is not None:
+                    raise EnvError("the environment servers have ended: see above")
                 if actors.num_connected() == 0:
                     logging.warning("No environment server answers: waiting for %s", addresses)
                 if time.monotonic() > saved + CHECKPOINT_INTERVAL:

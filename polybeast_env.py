@@ -15,7 +15,6 @@ import itertools
 import logging
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.resource_tracker
 import os
 import signal
 import sys

@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.resource_tracker
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -26,7 +27,8 @@ from environment import EnvError
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FIRST_PAUSE, LONGEST_PAUSE = 1, 30  # seconds before a dead server is started anew
 GRACE = 5  # seconds in which servers end by themselves
-QUERY_TIMEOUT = 30  # seconds for a server to answer and to make its environments
+CONNECT_TIMEOUT = 20  # seconds until a server that cannot be reached is spoken of
+ANSWER_TIMEOUT = 300  # seconds for a server to make its environments
 
 
 def consecutive_addresses(address, num_servers):
@@ -97,37 +99,54 @@ def local_servers(script, parser, flags):
 def query_servers(addresses, num_envs, process=None):
     """Wait for a server that says what its environments are; return its handshake as a dict.
 
+    All are asked at the same time, again and again; the first one that answers is believed.
+
     Args:
-      addresses: of the servers; the first one that answers is believed.
       num_envs: environments that it shall make in order to answer; None: as many as it likes.
       process: of servers that were started here, which are not waited for once it has ended.
 
     Raises:
       EnvError: every server answers, and none can be used.
     """
-    answers = []
+    answers, answered = queue.SimpleQueue(), threading.Event()
 
     def ask(address):
-        try:
-            answers.append(libtorchbeast.query_server(address, num_envs, QUERY_TIMEOUT))
-        except (ConnectionError, TimeoutError) as error:
-            answers.append(error)
+        answer = None
+        while not answered.is_set() and (answer is None or isinstance(answer, OSError)):
+            try:
+                answer = libtorchbeast.query_server(
+                    address, num_envs, ANSWER_TIMEOUT, CONNECT_TIMEOUT
+                )
+            except BaseException as error:
+                answer = error
+            answers.put((address, answer))
+            if isinstance(answer, ConnectionError):
+                answered.wait(2)  # before it is asked again
 
-    while True:
-        answers.clear()
-        for address in dict.fromkeys(addresses):
-            # In a thread, so that Ctrl-C reaches this one.
-            thread = threading.Thread(target=ask, args=(address,), daemon=True)
-            thread.start()
-            while thread.is_alive():
-                thread.join(0.1)
-                if process is not None and process.poll() is not None:
-                    raise EnvError("the environment servers could not be started: see above")
-            if isinstance(answers[-1], dict):
-                return answers[-1]
-            logging.warning("Waiting for environment servers: %s", answers[-1])
-        if all(isinstance(answer, ConnectionError) for answer in answers):
-            raise EnvError(f"no environment server can be used: {answers[0]}")
+    # In threads, so that Ctrl-C reaches this one.
+    for address in set(addresses):
+        threading.Thread(target=ask, args=(address,), daemon=True).start()
+    hopeless = {}  # answers that time will not change
+    try:
+        while True:
+            if process is not None and process.poll() is not None:
+                raise EnvError("the environment servers could not be started: see above")
+            try:
+                address, answer = answers.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            if isinstance(answer, dict):
+                return answer
+            if not isinstance(answer, OSError):  # of which ours are, too
+                raise answer
+            logging.warning("Waiting for environment servers: %s", answer)
+            hopeless.pop(address, None)
+            if isinstance(answer, (ConnectionRefusedError, ConnectionAbortedError)):
+                hopeless[address] = answer
+            if hopeless.keys() == set(addresses):
+                raise EnvError(f"no environment server can be used: {answer}")
+    finally:
+        answered.set()
 
 
 def remove_socket(address):

@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <random>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
 #include <utility>
 
-#include "rollout.h"
 #include "wire.h"
 
 namespace torchbeast {
@@ -57,7 +57,7 @@ ActorPool::ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learn
       options_(std::move(options)),
       initial_agent_state_(copy_state(initial_agent_state)),
       actors_(addresses_.size()),
-      num_envs_(options_.num_envs),
+      num_envs_(options_.expected_num_envs ? options_.expected_num_envs : options_.num_envs),
       spaces_(options_.spaces) {
   if (unroll_length_ < 1) {
     throw std::invalid_argument("unroll_length is " + std::to_string(unroll_length_) +
@@ -92,7 +92,13 @@ void ActorPool::run() {
   learner_queue_->on_close(on_close);
   inference_batcher_->on_close(on_close);
   std::vector<std::thread> threads;
-  for (size_t i = 0; i < addresses_.size(); ++i) threads.emplace_back([this, i] { act(i); });
+  try {
+    for (size_t i = 0; i < addresses_.size(); ++i) threads.emplace_back([this, i] { act(i); });
+  } catch (const std::system_error&) {  // so many threads cannot be had
+    fail(std::current_exception());
+    std::lock_guard guard(mutex_);
+    num_running_ -= addresses_.size() - threads.size();
+  }
 
   std::unique_lock lock(mutex_);
   while (!changed_.wait_for(lock, kWatchInterval, [&] { return num_running_ == 0; })) {
@@ -160,6 +166,7 @@ void ActorPool::serve(size_t index, Seconds* pause) {
   open(index, stream, &step);
   try {
     Rollout rollout(unroll_length_, options_.dict_outputs, *step, pool_);
+    check_row(index, rollout);
     const int64_t num_envs = rollout.num_envs();
     Nest<Array> state = repeat_columns(initial_agent_state_, num_envs, kAgentDim, *pool_);
     while (true) {
@@ -195,17 +202,17 @@ void ActorPool::open(size_t index, const std::shared_ptr<EnvStream>& stream,
     actors_[index].stream = stream;
   }
   if (stopped_) throw ClosedError("the actors are stopped");
-  *first = &stream->open(Seconds(options_.connect_timeout_s));
+  *first = &stream->open(Seconds(options_.connect_timeout_s), Seconds(options_.step_timeout_s));
   const rpcenv::Handshake& handshake = (*first)->handshake();
   std::lock_guard lock(mutex_);
   const std::string who = "refused: the environment server at " + addresses_[index];
   if (spaces_.value_or(handshake.spaces()) != handshake.spaces()) {
-    throw ConnectionError(who + " has the spaces " + handshake.spaces() + ", but expected are " +
-                          *spaces_);
+    throw RefusedError(who + " has the spaces " + handshake.spaces() + ", but expected are " +
+                       *spaces_);
   }
   if (num_envs_.value_or(handshake.num_envs()) != handshake.num_envs()) {
-    throw ConnectionError(who + " has " + std::to_string(handshake.num_envs()) +
-                          " environments a stream, but expected are " + std::to_string(*num_envs_));
+    throw RefusedError(who + " has " + std::to_string(handshake.num_envs()) +
+                       " environments a stream, but expected are " + std::to_string(*num_envs_));
   }
   spaces_ = handshake.spaces();
   num_envs_ = handshake.num_envs();
@@ -218,6 +225,18 @@ void ActorPool::open(size_t index, const std::shared_ptr<EnvStream>& stream,
                       addresses_[index] + " is back");
     changed_.notify_all();
   }
+}
+
+// Rows that differ could not be joined into batches.
+void ActorPool::check_row(size_t index, const Rollout& rollout) {
+  std::string row;
+  rollout.env_outputs(0).for_each([&](const Array& array) { row += array.description() + " "; });
+  std::lock_guard lock(mutex_);
+  if (row_.value_or(row) != row) {
+    throw RefusedError("refused: the environment server at " + addresses_[index] +
+                       " sends rows of " + row + "but the others of " + *row_);
+  }
+  row_ = row;
 }
 
 void ActorPool::leave(size_t index) {

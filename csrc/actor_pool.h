@@ -19,6 +19,7 @@
 #include "dynamic_batcher.h"
 #include "env_stream.h"
 #include "nest.h"
+#include "rollout.h"
 
 namespace torchbeast {
 
@@ -32,7 +33,8 @@ class ActorPool : public std::enable_shared_from_this<ActorPool> {
  public:
   struct Options {
     bool dict_outputs = false;
-    std::optional<int64_t> num_envs;
+    std::optional<int64_t> num_envs;           // to ask for
+    std::optional<int64_t> expected_num_envs;  // what every handshake must say
     std::vector<std::string> seeds;  // one a stream, or none; a count of connections is appended
     bool newest_frame_only = false;
     bool reconnect = false;
@@ -71,6 +73,7 @@ class ActorPool : public std::enable_shared_from_this<ActorPool> {
   void act(size_t index);
   void serve(size_t index, std::chrono::duration<double>* pause);
   void open(size_t index, const std::shared_ptr<EnvStream>& stream, const rpcenv::Step** first);
+  void check_row(size_t index, const Rollout& rollout);
   void leave(size_t index);
   void fail(std::exception_ptr error);
   void stop();
@@ -95,6 +98,7 @@ class ActorPool : public std::enable_shared_from_this<ActorPool> {
   // What all servers must say: as asked for, else as the first one does.
   std::optional<int64_t> num_envs_;
   std::optional<std::string> spaces_;
+  std::optional<std::string> row_;  // a description
   std::deque<std::string> events_;
   size_t num_running_ = 0;
   bool started_ = false;

@@ -42,7 +42,6 @@ BatchingQueue::BatchingQueue(Options options, std::shared_ptr<MemoryPool> pool, 
 
 void BatchingQueue::enqueue(Nest<Array> nest, bool owned, const std::atomic<bool>* cancelled) {
   const int64_t columns = count_columns(nest, static_cast<size_t>(options_.batch_dim));
-  if (columns == 0) return;
   {
     std::unique_lock lock(mutex_);
     emptied_.wait(lock, [&] {
@@ -52,6 +51,7 @@ void BatchingQueue::enqueue(Nest<Array> nest, bool owned, const std::atomic<bool
     if (closed_ || (cancelled != nullptr && *cancelled)) {
       throw ClosedError("the queue is closed");
     }
+    if (columns == 0) return;
     items_.push_back({std::move(nest), columns, 0, owned, Clock::now()});
     columns_ += columns;
   }

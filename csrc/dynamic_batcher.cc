@@ -76,6 +76,9 @@ std::unique_ptr<Batch> DynamicBatcher::next() {
       return std::make_unique<Batch>(shared_from_this(), std::move(calls), std::move(inputs));
     } catch (const std::invalid_argument&) {
       fail(calls, std::current_exception());  // it is the callers' error, not that of who iterates
+    } catch (...) {
+      fail(calls, std::current_exception());
+      throw;
     }
   }
 }

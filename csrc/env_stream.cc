@@ -19,7 +19,8 @@ std::shared_ptr<grpc::Channel> make_channel(const std::string& address) {
   arguments.SetMaxSendMessageSize(kMaxMessageBytes);
   // A peer that was unplugged or stopped says nothing: ask it, and give it up if it is silent.
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
+  // Long, since some environments keep a Python server from answering while they are made or reset.
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 50'000);
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   arguments.SetInt(GRPC_ARG_HTTP2_MIN_SENT_PING_INTERVAL_WITHOUT_DATA_MS, 5'000);
   // Quick to notice that a server is back; how often we try is the caller's business.
@@ -56,30 +57,32 @@ EnvStream::~EnvStream() {
   }
 }
 
-const rpcenv::Step& EnvStream::open(std::chrono::duration<double> timeout) {
-  const auto deadline = Clock::now() + timeout;
+const rpcenv::Step& EnvStream::open(std::chrono::duration<double> connect_timeout,
+                                    std::chrono::duration<double> answer_timeout) {
+  const auto deadline = Clock::now() + connect_timeout;
   while (!channel_->WaitForConnected(std::chrono::system_clock::now() + kPatience)) {
     if (cancelled_) throw ConnectionError("cancelled");
     if (Clock::now() > deadline) {
-      throw TimeoutError("no environment server at " + address_ + " within " + seconds(timeout));
+      throw TimeoutError("no environment server at " + address_ + " within " +
+                         seconds(connect_timeout));
     }
   }
   stream_ = rpcenv::RPCEnvServer::NewStub(channel_)->StreamingEnv(&context_);
-  begin_wait(timeout);  // it makes its environments now
+  begin_wait(answer_timeout);
   read();
   if (!step_.has_handshake()) {
     throw ConnectionError("the environment server at " + address_ + " sent no handshake");
   }
   const rpcenv::Handshake& handshake = step_.handshake();
   if (handshake.protocol_version() != kProtocolVersion) {
-    throw ConnectionError("refused: the environment server at " + address_ +
-                          " speaks protocol version " +
-                          std::to_string(handshake.protocol_version()) + ", but this learner " +
-                          std::to_string(kProtocolVersion) + ": update the older one");
+    throw RefusedError("refused: the environment server at " + address_ +
+                       " speaks protocol version " + std::to_string(handshake.protocol_version()) +
+                       ", but this learner " + std::to_string(kProtocolVersion) +
+                       ": update the older one");
   }
   if (handshake.num_envs() < 1 || handshake.num_envs() > kMaxMessageBytes) {
-    throw ConnectionError("refused: the environment server at " + address_ + " has " +
-                          std::to_string(handshake.num_envs()) + " environments a stream");
+    throw RefusedError("refused: the environment server at " + address_ + " has " +
+                       std::to_string(handshake.num_envs()) + " environments a stream");
   }
   return step_;
 }
@@ -103,7 +106,7 @@ const rpcenv::Step& EnvStream::read() {
   if (!stream_->Read(&step_)) fail();
   deadline_ = 0;
   if (!step_.error().empty()) {
-    throw ConnectionError("the environment server at " + address_ + " says: " + step_.error());
+    throw EnvironmentError("the environment server at " + address_ + " says: " + step_.error());
   }
   return step_;
 }
@@ -137,7 +140,8 @@ void EnvStream::fail() {
     throw ConnectionError("the environment server at " + address_ + " hangs: it took too long");
   }
   if (late_) {
-    throw ConnectionError("the environment server at " + address_ + " sent what cannot be read");
+    throw ConnectionError("the environment server at " + address_ +
+                          " sent what cannot be read, or did not end its stream");
   }
   if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) {
     throw TimeoutError("the environment server at " + address_ + " did not answer in time");

@@ -24,10 +24,22 @@ class TimeoutError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A server was lost, broke the protocol, or its environment failed.
+// A server was lost, or broke the protocol.
 class ConnectionError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
+};
+
+// A server is not what was asked for, or disagrees with the others.
+class RefusedError : public ConnectionError {
+ public:
+  using ConnectionError::ConnectionError;
+};
+
+// A server's environment failed; its traceback is in the message.
+class EnvironmentError : public ConnectionError {
+ public:
+  using ConnectionError::ConnectionError;
 };
 
 // What a stream asks of its server.
@@ -48,9 +60,10 @@ class EnvStream {
   EnvStream(const EnvStream&) = delete;
   EnvStream& operator=(const EnvStream&) = delete;
 
-  // Connect and return the server's first message, which has a handshake of our protocol version.
-  // Throws TimeoutError, ConnectionError.
-  const rpcenv::Step& open(std::chrono::duration<double> timeout);
+  // Connect and return the server's first message, which has a handshake of our protocol version
+  // and comes once the environments are made. Throws TimeoutError, ConnectionError.
+  const rpcenv::Step& open(std::chrono::duration<double> connect_timeout,
+                           std::chrono::duration<double> answer_timeout);
 
   // End the whole stream after this time. To be called before open().
   void limit(std::chrono::duration<double> timeout);
@@ -67,8 +80,6 @@ class EnvStream {
   // Cancel if what goes on has taken longer than its timeout. To be called now and then, since a
   // synchronous stream has no time limit of its own for a message.
   void cancel_if_late();
-
-  const std::string& address() const { return address_; }
 
  private:
   void begin_wait(std::chrono::duration<double> timeout);

@@ -128,14 +128,15 @@ std::shared_ptr<ActorPool> make_actor_pool(
     int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
     std::shared_ptr<DynamicBatcher> inference_batcher,
     std::vector<std::string> env_server_addresses, py::handle initial_agent_state,
-    bool dict_outputs, std::optional<int64_t> num_envs,
+    bool dict_outputs, std::optional<int64_t> num_envs, std::optional<int64_t> expected_num_envs,
     std::optional<std::vector<std::string>> seeds, bool newest_frame_only, bool reconnect,
     std::optional<std::string> spaces, double connect_timeout_s, double step_timeout_s) {
   return std::make_shared<ActorPool>(
       unroll_length, std::move(learner_queue), std::move(inference_batcher),
       std::move(env_server_addresses), from_python(initial_agent_state),
-      ActorPool::Options{dict_outputs, num_envs, seeds.value_or(std::vector<std::string>()),
-                         newest_frame_only, reconnect, spaces, connect_timeout_s, step_timeout_s});
+      ActorPool::Options{dict_outputs, num_envs, expected_num_envs,
+                         seeds.value_or(std::vector<std::string>()), newest_frame_only, reconnect,
+                         spaces, connect_timeout_s, step_timeout_s});
 }
 
 py::str next_event(ActorPool& pool) {
@@ -148,15 +149,16 @@ py::str next_event(ActorPool& pool) {
   return py::str(*event);
 }
 
-py::dict query_server(const std::string& address, std::optional<int64_t> num_envs,
-                      double timeout_s) {
+py::dict query_server(const std::string& address, std::optional<int64_t> num_envs, double timeout_s,
+                      std::optional<double> connect_timeout_s) {
   rpcenv::Handshake handshake;
   {
     NoGil no_gil;
     EnvStream stream(address, Wishes{num_envs, "", false, false});
     const std::chrono::duration<double> timeout(timeout_s);
     stream.limit(timeout);
-    handshake = stream.open(timeout).handshake();
+    const std::chrono::duration<double> connect_timeout(connect_timeout_s.value_or(timeout_s));
+    handshake = stream.open(connect_timeout, timeout).handshake();
   }
   py::dict result;
   result["protocol_version"] = handshake.protocol_version();
@@ -176,6 +178,10 @@ PYBIND11_MODULE(_C, m) {
       if (error) std::rethrow_exception(error);
     } catch (const TimeoutError& e) {
       py::set_error(PyExc_TimeoutError, e.what());
+    } catch (const RefusedError& e) {
+      py::set_error(PyExc_ConnectionRefusedError, e.what());
+    } catch (const EnvironmentError& e) {
+      py::set_error(PyExc_ConnectionAbortedError, e.what());
     } catch (const ConnectionError& e) {
       py::set_error(PyExc_ConnectionError, e.what());
     }
@@ -232,16 +238,17 @@ PYBIND11_MODULE(_C, m) {
       "[1, N, ...], and must answer ((action, ...), agent_state). The queue gets ((env outputs, "
       "agent outputs), initial_agent_state), the outputs [T + 1, N, ...].\n\n"
       "dict_outputs: env outputs are a dict of all keys of a row (see environment.py), agent "
-      "outputs one with an action. num_envs: N to ask for. seeds: one a stream, of ints separated "
+      "outputs one with an action. num_envs: N to ask for. expected_num_envs: N that the "
+      "handshakes must say. seeds: one a stream, of ints separated "
       "by commas. newest_frame_only: have stacked frames sent one by one. reconnect: a server that "
       "is lost ends only its rollout. spaces: what the handshakes must say.")
       .def(py::init(&make_actor_pool), py::arg("unroll_length"), py::arg("learner_queue"),
            py::arg("inference_batcher"), py::arg("env_server_addresses"),
            py::arg("initial_agent_state"), py::kw_only(), py::arg("dict_outputs") = false,
-           py::arg("num_envs") = py::none(), py::arg("seeds") = py::none(),
-           py::arg("newest_frame_only") = false, py::arg("reconnect") = false,
-           py::arg("spaces") = py::none(), py::arg("connect_timeout_s") = 60.0,
-           py::arg("step_timeout_s") = 300.0)
+           py::arg("num_envs") = py::none(), py::arg("expected_num_envs") = py::none(),
+           py::arg("seeds") = py::none(), py::arg("newest_frame_only") = false,
+           py::arg("reconnect") = false, py::arg("spaces") = py::none(),
+           py::arg("connect_timeout_s") = 60.0, py::arg("step_timeout_s") = 300.0)
       .def(
           "run", &ActorPool::run, py::call_guard<NoGil>(),
           "Blocks until the queue or the batcher is closed. Raises the first failure: TimeoutError "
@@ -254,9 +261,11 @@ PYBIND11_MODULE(_C, m) {
            "after the end of run().");
 
   m.def("query_server", &query_server, py::arg("address"), py::arg("num_envs") = py::none(),
-        py::arg("timeout_s") = 60.0,
+        py::arg("timeout_s") = 60.0, py::arg("connect_timeout_s") = py::none(),
         "What the server at this address says of itself: a dict of protocol_version, num_envs, "
-        "spaces, stack_size. Raises TimeoutError, ConnectionError.");
+        "spaces, stack_size. Raises TimeoutError; ConnectionError, of which ConnectionRefusedError "
+        "(another protocol version) and ConnectionAbortedError (its environments fail) will not "
+        "mend themselves.");
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ _MODULES = {"Server": "libtorchbeast.server"} | dict.fromkeys(
     ),
     "libtorchbeast._C",
 )
-__all__ = sorted(_MODULES)  # noqa: PLE0605
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name):

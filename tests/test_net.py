@@ -201,5 +201,5 @@ def test_inputs_are_left_as_they_are(use_lstm, channels, dtype):
     ids=lambda space: str(space)[:30],
 )
 def test_observations_that_it_cannot_take_are_refused(space):
-    with pytest.raises(FlagError, match=r"\[channels, height, width\].*edit Net"):
+    with pytest.raises(FlagError, match=r"\[channels, height, width\].*edit AtariNet"):
         AtariNet(space, A)

@@ -830,7 +830,7 @@ def create_nothing(num_envs, seed, name):
 @pytest.mark.parametrize(
     ("server", "message"),
     [
-        (lambda: serving(Spaceless, ANY_PORT), "no observation_space and action_space"),
+        (lambda: serving(Spaceless, ANY_PORT), "do not tell the spaces"),
         (
             lambda: serving(None, ANY_PORT, make_environments=create_nothing),
             r"create_nothing(?s:.*)RuntimeError: the game is not installed",

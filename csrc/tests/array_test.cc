@@ -118,6 +118,21 @@ TEST(concatenate_joins_columns_along_any_dimension) {
          Values{3, 4, 1, 2, 7, 8, 5, 6}));
 }
 
+TEST(concatenate_joins_elements_of_any_size) {
+  const auto pool = new_pool();
+  for (const DType dtype : {DType::kUInt8, DType::kBFloat16, DType::kFloat32, DType::kFloat64}) {
+    Array a = make_array(dtype, {2, 3}, *pool);
+    const size_t item = size_of(dtype);
+    for (size_t k = 0; k < a.num_bytes(); ++k) a.data.get()[k] = std::byte(k / item);
+    const Array joined = concatenate({{a, 1, 3}, {a, 0, 1}}, 1, *pool);
+    size_t k = 0;
+    for (const int element : {1, 2, 0, 4, 5, 3}) {
+      for (size_t i = 0; i < item; ++i) CHECK(joined.data.get()[k++] == std::byte(element));
+    }
+    CHECK(joined.num_bytes() == k);
+  }
+}
+
 TEST(concatenate_takes_parts_and_empty_ones) {
   const auto pool = new_pool();
   const Array a = int64_array({2, 3}, {1, 2, 3, 4, 5, 6});
