@@ -453,9 +453,11 @@ def train_on(flags, addresses, process):
     device = torch.device("cuda:0" if use_cuda else "cpu")
     two_gpus = use_cuda and torch.cuda.device_count() > 1
     inference_device = torch.device("cuda:1") if two_gpus else device
-    num_local_servers = flags.num_servers if process is not None else 0
-    num_cores = len(os.sched_getaffinity(0)) - num_local_servers
-    torch.set_num_threads(max(1, num_cores // (1 + flags.num_inference_threads)))
+    # On a CPU, all else waits for the learning of the deep net, so that gets all cores. With the
+    # shallow net servers and inference need theirs (benchmarks/README.md has the figures).
+    num_threads = len(os.sched_getaffinity(0))
+    if flags.model == "shallow" and process is not None:
+        num_threads = max(1, num_threads - flags.num_servers)
 
     # One environment will do to answer, if we are to say how many there shall be.
     handshake = query_servers(addresses, flags.envs_per_stream and 1, process)
@@ -516,6 +518,7 @@ def train_on(flags, addresses, process):
     )  # fmt: skip
 
     def batch_and_learn():
+        torch.set_num_threads(num_threads)
         copy_stream = torch.cuda.Stream(device) if use_cuda else None
         profiler = None  # a profiler sees the thread that starts it
         if flags.write_profiler_trace and profiled.acquire(blocking=False):
@@ -550,6 +553,7 @@ def train_on(flags, addresses, process):
                     return
 
     def answer():
+        torch.set_num_threads(1)
         actor_model = copy.deepcopy(model).to(inference_device)
         inference(actor_model, inference_batcher, weights, inference_device, batch_sizes)
 
