@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+import signal
+
 import pytest
 import torch
+
+# Background jobs of a shell inherit that it is ignored, and so would the programs under test.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -745,9 +745,8 @@ def test_bad_address_is_an_error_that_names_it(tmp_path, address, message):
 
 
 SERVER = """
-import signal, sys
+import sys
 from libtorchbeast import Server
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, if tests run in the background
 class Env:
     def reset(self):
         return 0
