@@ -29,6 +29,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1, 30  # seconds before a dead server is started an
 GRACE = 5  # seconds in which servers end by themselves
 CONNECT_TIMEOUT = 20  # seconds until a server that cannot be reached is spoken of
 ANSWER_TIMEOUT = 300  # seconds for a server to make its environments
+MAJORITY_TIMEOUT = 5  # seconds after the first answer in which the others are heard
 
 
 def consecutive_addresses(address, num_servers):
@@ -97,9 +98,11 @@ def local_servers(script, parser, flags):
 
 
 def query_servers(addresses, num_envs, process=None):
-    """Wait for a server that says what its environments are; return its handshake as a dict.
+    """Wait for servers that say what their environments are; return a handshake as a dict.
 
-    All are asked at the same time, again and again; the first one that answers is believed.
+    All are asked at the same time, again and again. Those that answer within MAJORITY_TIMEOUT of
+    the first are heard, and where they differ, the handshake that most of them gave is returned;
+    of equally many, the one of the server that is listed first.
 
     Args:
       num_envs: environments that it shall make in order to answer; None: as many as it likes.
@@ -108,11 +111,11 @@ def query_servers(addresses, num_envs, process=None):
     Raises:
       EnvError: every server answers, and none can be used.
     """
-    answers, answered = queue.SimpleQueue(), threading.Event()
+    answers, done = queue.SimpleQueue(), threading.Event()
 
     def ask(address):
         answer = None
-        while not answered.is_set() and (answer is None or isinstance(answer, OSError)):
+        while not done.is_set() and (answer is None or isinstance(answer, OSError)):
             try:
                 answer = libtorchbeast.query_server(
                     address, num_envs, ANSWER_TIMEOUT, CONNECT_TIMEOUT
@@ -121,32 +124,37 @@ def query_servers(addresses, num_envs, process=None):
                 answer = error
             answers.put((address, answer))
             if isinstance(answer, ConnectionError):
-                answered.wait(2)  # before it is asked again
+                done.wait(2)  # before it is asked again
 
     # In threads, so that Ctrl-C reaches this one.
     for address in set(addresses):
         threading.Thread(target=ask, args=(address,), daemon=True).start()
-    hopeless = {}  # answers that time will not change
+    latest, deadline = {}, None  # answers by address
     try:
-        while True:
+        while deadline is None or time.monotonic() < deadline:
             if process is not None and process.poll() is not None:
                 raise EnvError("the environment servers could not be started: see above")
             try:
                 address, answer = answers.get(timeout=0.1)
             except queue.Empty:
                 continue
+            latest[address] = answer
             if isinstance(answer, dict):
-                return answer
-            if not isinstance(answer, OSError):  # of which ours are, too
+                deadline = deadline or time.monotonic() + MAJORITY_TIMEOUT
+            elif isinstance(answer, OSError):  # of which ours are, too
+                logging.warning("Waiting for environment servers: %s", answer)
+            else:
                 raise answer
-            logging.warning("Waiting for environment servers: %s", answer)
-            hopeless.pop(address, None)
-            if isinstance(answer, (ConnectionRefusedError, ConnectionAbortedError)):
-                hopeless[address] = answer
-            if hopeless.keys() == set(addresses):
-                raise EnvError(f"no environment server can be used: {answer}")
+            final = (dict, ConnectionRefusedError, ConnectionAbortedError)  # asking again is vain
+            if len(latest) == len(set(addresses)):
+                if all(isinstance(a, final) for a in latest.values()):
+                    break
     finally:
-        answered.set()
+        done.set()
+    handshakes = [latest[a] for a in addresses if isinstance(latest.get(a), dict)]
+    if not handshakes:
+        raise EnvError(f"no environment server can be used: {answer}")
+    return max(handshakes, key=handshakes.count)  # the first of the most frequent
 
 
 def remove_socket(address):

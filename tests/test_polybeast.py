@@ -40,6 +40,7 @@ import libtorchbeast
 import monobeast
 import polybeast
 import polybeast_env
+import servers
 from environment import EnvError, Environments
 from experiment import FlagError
 
@@ -544,6 +545,8 @@ def many_machines(tmp_path_factory):
             for env, n in ((Counter, 4), (Catch, 3))
         )
         facts["other_env"], facts["other_number"] = other_env, other_number
+        for server in (near_server, host.server):  # only with both are four environments the rule
+            server.wait_until(lambda server=server: "serving on" in server.output)
         program = stack.enter_context(
             Program(
                 CATCH, "--server_addresses", ",".join([near, far, other_env, other_number]),
@@ -607,6 +610,37 @@ def many_machines(tmp_path_factory):
         facts["text"], facts["rows"] = out(folder), read_rows(folder)
         facts["checkpoint"] = load(folder / "model.tar")
     return facts
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0), (2, 1, 0)])
+def test_what_most_servers_say_holds_whoever_answers_first(order):
+    def late(create_env, num_envs):
+        make_environments = batches(create_env, num_envs)
+
+        def make_late(*args):
+            time.sleep(0.5)
+            return make_environments(*args)
+
+        return make_late
+
+    with contextlib.ExitStack() as stack:
+        addresses = [
+            stack.enter_context(serving(None, ANY_PORT, make_environments=make))
+            for make in (batches(Counter, 2), late(Catch, 4), late(Catch, 4))
+        ]
+        addresses = [addresses[i] for i in order]
+        handshake = servers.query_servers(addresses, None)
+        assert handshake == libtorchbeast.query_server(addresses[order.index(1)])
+
+
+def test_of_servers_of_which_as_many_differ_the_one_listed_first_is_believed():
+    with contextlib.ExitStack() as stack:
+        addresses = [
+            stack.enter_context(serving(None, ANY_PORT, make_environments=batches(Catch, n)))
+            for n in (2, 3)
+        ]
+        assert servers.query_servers(addresses, None)["num_envs"] == 2
+        assert servers.query_servers(addresses[::-1], None)["num_envs"] == 3
 
 
 @pytest.mark.timeout(600)
