@@ -335,6 +335,16 @@ def keep_freed_memory():
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def fastest_precision(device):
+    """Return "bf16" where the device multiplies in bfloat16 by itself, else "fp32"."""
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        features = torch.cpu.get_capabilities()
+        fast = features.get("avx512_bf16") or features.get("amx_bf16")
+    return "bf16" if fast else "fp32"
+
+
 def seed_generators(seed):
     """Seed all generators of this process from a sequence of ints."""
     words = np.random.SeedSequence(seed).generate_state(3)

@@ -62,6 +62,9 @@ run.add_argument("--seed", type=int, help="Seed of environments, model and actio
                  "By default a random one, which meta.json tells.")
 run.add_argument("--disable_checkpoint", action="store_true", help="Save no checkpoint.")
 run.add_argument("--disable_cuda", action="store_true", help="Learn on the CPU.")
+run.add_argument("--precision", choices=["fp32", "bf16"],
+                 help="Of the net's layers up to the LSTM, in actors and learner; all else is "
+                 "float32. By default bf16 where the machine multiplies in it, else fp32.")
 run.add_argument("--num_episodes", default=10, type=int, help="Whole games that a test plays.")
 run.add_argument("--greedy", action="store_true",
                  help="In a test, take the most probable action instead of sampling.")
@@ -164,11 +167,17 @@ class AtariNet(nn.Module):
           A dict of policy_logits [T, B, A], baseline [T, B] and action [T, B] (sampled in training
           mode, else the most probable), and the recurrent state after the last row.
         """
-        T, B = inputs["reward"].shape
         x = inputs["frame"].flatten(0, 1)  # [T * B, C, H, W]
         x = x.contiguous(memory_format=torch.channels_last) / 255
         x = self.conv(x).permute(0, 2, 3, 1)  # as it lies in memory: no copy, and none backward
         x = F.relu(self.fc(x.flatten(1)))
+        # What follows sets probabilities and values, and so stays in full precision.
+        with torch.autocast(x.device.type, enabled=False):
+            return self.core(x.float(), inputs, agent_state)
+
+    def core(self, x, inputs, agent_state):
+        """Answer as `forward` does, from the features x [T * B, hidden] of the frames."""
+        T, B = inputs["reward"].shape
         last_action = F.one_hot(inputs["last_action"].flatten(), self.num_actions).float()
         reward = inputs["reward"].clamp(-1, 1).view(T * B, 1)
         x = torch.cat([x, reward, last_action], dim=1)
@@ -199,6 +208,11 @@ class AtariNet(nn.Module):
 Net = AtariNet  # what is trained
 
 
+def autocast(flags, device):
+    """Have the model compute in --precision; its weights stay float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=flags.precision == "bf16")
+
+
 def compute_policy_gradient_loss(logits, actions, advantages, mask):
     cross_entropy = F.cross_entropy(logits.flatten(0, 1), actions.flatten(), reduction="none")
     return torch.sum(torch.where(mask, cross_entropy.view_as(advantages) * advantages, 0))
@@ -219,7 +233,8 @@ def compute_loss(flags, model, batch, initial_agent_state):
 
     The step sizes of the IMPALA paper (Table G.1) go with a sum, not with a mean.
     """
-    outputs, _ = model(batch, initial_agent_state)
+    with autocast(flags, batch["reward"].device):
+        outputs, _ = model(batch, initial_agent_state)
     bootstrap_value = outputs["baseline"][-1]  # [B]
 
     # Index t of all that follows is the transition from row t to row t + 1. What was recorded about
@@ -342,16 +357,18 @@ def act(flags, actor, seed, pipe, buffers, weights):
             for i, index in enumerate(indices):
                 for buffer, state in zip(buffers["initial_agent_state"], agent_state, strict=True):
                     buffer[index] = state[:, i : i + 1]
-            for t in range(T + 1):
-                if pipe.poll():
-                    return  # the main process has closed the pipe
-                if t > 0:  # row 0 is the last one of the rollout before
-                    with torch.inference_mode():
+            # Within one autocast the weights are cast once; not so in inference mode.
+            with torch.no_grad(), autocast(flags, torch.device("cpu")):
+                for t in range(T + 1):
+                    if pipe.poll():
+                        return  # the main process has closed the pipe
+                    if t > 0:  # row 0 is the last one of the rollout before
                         agent_output, agent_state = model(inputs, agent_state)
-                    agent_output = {k: v.squeeze(0).numpy() for k, v in agent_output.items()}
-                    environments.step(agent_output["action"])
-                for key, value in (row | agent_output).items():
-                    map_nest(lambda a, v, at=(indices, t): a.__setitem__(at, v), arrays[key], value)
+                        agent_output = {k: v.squeeze(0).numpy() for k, v in agent_output.items()}
+                        environments.step(agent_output["action"])
+                    for key, value in (row | agent_output).items():
+                        write = lambda a, v, at=(indices, t): a.__setitem__(at, v)  # noqa: E731
+                        map_nest(write, arrays[key], value)
             pipe.send(("full", indices.tolist()))
     except (EOFError, BrokenPipeError):
         pass  # the main process has closed the pipe
@@ -390,6 +407,11 @@ def create_buffers(flags, row, agent_output, agent_state):
     return map_nest(lambda x: torch.zeros_like(x, device="cpu").share_memory_(), shapes)
 
 
+def get_device(flags):
+    cuda = torch.cuda.is_available() and not flags.disable_cuda
+    return torch.device("cuda" if cuda else "cpu")
+
+
 def check_flags(flags):
     """Refuse what cannot work, before anything starts; fill in what depends on other flags."""
     for name in ("num_actors", "envs_per_actor", "batch_size", "unroll_length", "total_steps",
@@ -409,6 +431,8 @@ def check_flags(flags):
         raise experiment.FlagError(f"--seed is {flags.seed}; it must not be negative")
     if flags.seed is None:
         flags.seed = int.from_bytes(os.urandom(4), "little")
+    if flags.precision is None:
+        flags.precision = experiment.fastest_precision(get_device(flags))
 
 
 def train(flags):
@@ -416,7 +440,7 @@ def train(flags):
     experiment.keep_freed_memory()
     experiment.seed_generators([flags.seed, 0])
     T, B = flags.unroll_length, flags.batch_size
-    device = torch.device("cuda" if torch.cuda.is_available() and not flags.disable_cuda else "cpu")
+    device = get_device(flags)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - flags.num_actors))
 
     # One environment and one answer of the model show that they work together, and all shapes.

@@ -72,6 +72,9 @@ run.add_argument("--seed", type=int, help="Seed of environments, model and actio
                  "By default a random one, which meta.json tells.")
 run.add_argument("--disable_checkpoint", action="store_true", help="Save no checkpoint.")
 run.add_argument("--disable_cuda", action="store_true", help="Learn on the CPU.")
+run.add_argument("--precision", choices=["fp32", "bf16"],
+                 help="Of the net's layers up to the LSTM, in actors and learner; all else is "
+                 "float32. By default bf16 where the machine multiplies in it, else fp32.")
 run.add_argument("--num_episodes", default=10, type=int, help="Whole games that a test plays.")
 run.add_argument("--greedy", action="store_true",
                  help="In a test, take the most probable action instead of sampling.")
@@ -219,11 +222,17 @@ class AtariNet(nn.Module):
           A dict of policy_logits [T, B, A], baseline [T, B] and action [T, B] (sampled in training
           mode, else the most probable), and the recurrent state after the last row.
         """
-        T, B = inputs["reward"].shape
         x = inputs["frame"].flatten(0, 1)  # [T * B, C, H, W]
         x = x.contiguous(memory_format=torch.channels_last) / 255
         x = self.conv(x).permute(0, 2, 3, 1)  # as it lies in memory: no copy, and none backward
         x = F.relu(self.fc(x.flatten(1)))
+        # What follows sets probabilities and values, and so stays in full precision.
+        with torch.autocast(x.device.type, enabled=False):
+            return self.core(x.float(), inputs, agent_state)
+
+    def core(self, x, inputs, agent_state):
+        """Answer as `forward` does, from the features x [T * B, hidden] of the frames."""
+        T, B = inputs["reward"].shape
         last_action = F.one_hot(inputs["last_action"].flatten(), self.num_actions).float()
         reward = inputs["reward"].clamp(-1, 1).view(T * B, 1)
         x = torch.cat([x, reward, last_action], dim=1)
@@ -254,6 +263,11 @@ class AtariNet(nn.Module):
 Net = AtariNet  # what is trained
 
 
+def autocast(flags, device):
+    """Have the model compute in --precision; its weights stay float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=flags.precision == "bf16")
+
+
 def compute_policy_gradient_loss(logits, actions, advantages, mask):
     cross_entropy = F.cross_entropy(logits.flatten(0, 1), actions.flatten(), reduction="none")
     return torch.sum(torch.where(mask, cross_entropy.view_as(advantages) * advantages, 0))
@@ -274,7 +288,8 @@ def compute_loss(flags, model, batch, initial_agent_state):
 
     The step sizes of the IMPALA paper (Table G.1) go with a sum, not with a mean.
     """
-    outputs, _ = model(batch, initial_agent_state)
+    with autocast(flags, batch["reward"].device):
+        outputs, _ = model(batch, initial_agent_state)
     bootstrap_value = outputs["baseline"][-1]  # [B]
 
     # Index t of all that follows is the transition from row t to row t + 1. What was recorded about
@@ -356,7 +371,7 @@ class PublishedWeights:
         return version
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def inference(model, batcher, weights, device, batch_sizes):
     """Answer batches of rows, [1, columns, ...], until the batcher is closed.
 
@@ -367,6 +382,7 @@ def inference(model, batcher, weights, device, batch_sizes):
         inputs, agent_state = map_nest(lambda x: x.to(device), batch.get_inputs())
         if version != weights.version:
             version = weights.load_into(model)
+            torch.clear_autocast_cache()  # which holds the old weights, cast
         agent_output, agent_state = model(inputs, agent_state)
         agent_output["policy_version"] = torch.full_like(agent_output["action"], version)
         batch.set_outputs(map_nest(lambda x: x.cpu(), (agent_output, agent_state)))
@@ -384,6 +400,11 @@ def start_profiler(folder):
     profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
     profiler.start()
     return profiler
+
+
+def get_device(flags):
+    cuda = torch.cuda.is_available() and not flags.disable_cuda
+    return torch.device("cuda:0" if cuda else "cpu")
 
 
 def check_flags(flags):
@@ -431,6 +452,8 @@ def check_flags(flags):
         raise experiment.FlagError(f"--seed is {flags.seed}; it must not be negative")
     if flags.seed is None:
         flags.seed = int.from_bytes(os.urandom(4), "little")
+    if flags.precision is None:
+        flags.precision = experiment.fastest_precision(get_device(flags))
 
 
 def train(flags):
@@ -449,8 +472,8 @@ def train(flags):
 def train_on(flags, addresses, process):
     """Train on servers at `addresses`; `process` is that of those which were started here."""
     T, B = flags.unroll_length, flags.batch_size
-    use_cuda = torch.cuda.is_available() and not flags.disable_cuda
-    device = torch.device("cuda:0" if use_cuda else "cpu")
+    device = get_device(flags)
+    use_cuda = device.type == "cuda"
     two_gpus = use_cuda and torch.cuda.device_count() > 1
     inference_device = torch.device("cuda:1") if two_gpus else device
     # On a CPU, all else waits for the learning of the deep net, so that gets all cores. With the
@@ -555,7 +578,8 @@ def train_on(flags, addresses, process):
     def answer():
         torch.set_num_threads(1)
         actor_model = copy.deepcopy(model).to(inference_device)
-        inference(actor_model, inference_batcher, weights, inference_device, batch_sizes)
+        with autocast(flags, inference_device):  # all along, so that weights are cast but once
+            inference(actor_model, inference_batcher, weights, inference_device, batch_sizes)
 
     def tell():
         for event in iter(actors.next_event, None):
