@@ -76,23 +76,11 @@ def make_atari(
     Where `sticky_actions` or `max_episode_frames` is None, the id's own value holds. A frame skip
     that belongs to the id is replaced by `frame_skip`.
     """
-    import ale_py  # Registers the games; here, since spawned processes start without them.
+    import ale_py
 
-    if sticky_actions is not None and not 0 <= sticky_actions <= 1:
-        raise ValueError(f"sticky_actions is a probability from 0 to 1, not {sticky_actions}")
-    gym.register_envs(ale_py)
-    try:
-        spec = gym.spec(env_id)
-    except gym.error.Error as error:
-        raise ValueError(
-            f"there is no environment {env_id!r} ({error}); "
-            "name a game of ale-py, such as PongNoFrameskip-v4 or ALE/Pong-v5"
-        ) from error
-    if "AtariEnv" not in str(spec.entry_point):
-        raise ValueError(
-            f"{env_id} is not a game of ale-py, so Atari preprocessing does not fit it; name one, "
-            "such as PongNoFrameskip-v4 or ALE/Pong-v5, or make it with gymnasium.make"
-        )
+    if sticky_actions is not None:
+        check_sticky_actions(sticky_actions)
+    spec = game_spec(env_id)
     options = {"full_action_space": full_action_space, "render_mode": render_mode}
     if sticky_actions is not None:
         options["repeat_action_probability"] = sticky_actions
@@ -107,6 +95,44 @@ def make_atari(
     return FrameSkip(env, frame_skip, max_pool)
 
 
+def game_spec(env_id):
+    """Return Gymnasium's spec of an id that is a game of ale-py.
+
+    Raises:
+      ValueError: it is not; the message says what to name instead.
+    """
+    import ale_py  # Registers the games; here, since spawned processes start without them.
+
+    gym.register_envs(ale_py)
+    try:
+        spec = gym.spec(env_id)
+    except gym.error.Error as error:
+        raise ValueError(
+            f"there is no environment {env_id!r} ({error}); "
+            "name a game of ale-py, such as PongNoFrameskip-v4 or ALE/Pong-v5"
+        ) from error
+    if "AtariEnv" not in str(spec.entry_point):
+        raise ValueError(
+            f"{env_id} is not a game of ale-py, so Atari preprocessing does not fit it; name one, "
+            "such as PongNoFrameskip-v4 or ALE/Pong-v5, or make it with gymnasium.make"
+        )
+    return spec
+
+
+def check_sticky_actions(sticky_actions):
+    if not 0 <= sticky_actions <= 1:
+        raise ValueError(f"sticky_actions is a probability from 0 to 1, not {sticky_actions}")
+
+
+def waits_for_fire(ale):
+    """Say whether the game waits for FIRE, judged by the actions that it uses.
+
+    Among all 18 there is always a FIRE.
+    """
+    used = ale.getMinimalActionSet()
+    return len(used) >= 3 and used[1].name == "FIRE"
+
+
 def wrap_deepmind(env, episode_life=True, fire_reset=True, frame_size=84, frame_stack=4):
     """Wrap what `make_atari` returned; observations are uint8 [height, width, channels].
 
@@ -114,9 +140,7 @@ def wrap_deepmind(env, episode_life=True, fire_reset=True, frame_size=84, frame_
     """
     if episode_life:
         env = EpisodicLife(env)
-    # Asked of the actions that the game uses: among all 18 there is always a FIRE.
-    used = env.unwrapped.ale.getMinimalActionSet()
-    if fire_reset and len(used) >= 3 and used[1].name == "FIRE":
+    if fire_reset and waits_for_fire(env.unwrapped.ale):
         env = FireReset(env)
     if frame_size:
         env = ResizeFrame(env, frame_size)

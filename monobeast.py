@@ -44,6 +44,7 @@ import evaluate
 import experiment
 import vtrace
 from actors import Actors, live_for_parent, start_fork_server
+from ale_vector import AtariEnvironments
 from environment import EnvError, Environments, map_nest
 
 # fmt: off
@@ -55,6 +56,10 @@ run = parser.add_argument_group("run")
 run.add_argument("--mode", default="train", choices=["train", "test", "test_render"],
                  help="Train, or play whole games with a checkpoint, shown on screen or not.")
 run.add_argument("--env", default="PongNoFrameskip-v4", help="Gymnasium environment.")
+run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
+                 help="What steps the games in training: one environment after the other, or "
+                 "ale-py's AtariVectorEnv, whose games differ a little (README.md says how). "
+                 "--mode test always plays with gym.")
 run.add_argument("--xpid", help="Name of the run; one that has a checkpoint is resumed. "
                  "By default a new name, made of the time; to test, the latest run.")
 run.add_argument("--savedir", default="~/logs/torchbeast", help="Folder of all runs.")
@@ -112,6 +117,13 @@ def create_env(flags):
         flags = argparse.Namespace(**vars(flags) | {"episodic_life": False})  # whole games
     render_mode = "human" if flags.mode == "test_render" else None
     return atari_wrappers.create_atari(flags, render_mode)
+
+
+def create_environments(flags, num_envs, seed, name):
+    """Return environments as the rows of a rollout."""
+    if flags.env_backend == "ale_vector":
+        return AtariEnvironments(flags, num_envs, seed, name)
+    return Environments(lambda: create_env(flags), num_envs, seed, name)
 
 
 class AtariNet(nn.Module):
@@ -342,7 +354,7 @@ def act(flags, actor, seed, pipe, buffers, weights):
     environments = None
     try:
         experiment.seed_generators([*seed, 0])
-        environments = Environments(lambda: create_env(flags), N, [*seed, 1], f"actor {actor}")
+        environments = create_environments(flags, N, [*seed, 1], f"actor {actor}")
         model = Net(environments.observation_space, environments.num_actions, flags.use_lstm)
         row = environments.initial()
         inputs = map_nest(lambda a: torch.from_numpy(a).unsqueeze(0), row)  # views: [1, N, ...]
@@ -444,7 +456,7 @@ def train(flags):
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - flags.num_actors))
 
     # One environment and one answer of the model show that they work together, and all shapes.
-    sample = Environments(lambda: create_env(flags), 1, [flags.seed, 0], "the environment")
+    sample = create_environments(flags, 1, [flags.seed, 0], "the environment")
     model = Net(sample.observation_space, sample.num_actions, flags.use_lstm)
     with torch.no_grad():
         row = map_nest(lambda a: torch.from_numpy(a).unsqueeze(0), sample.initial())

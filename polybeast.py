@@ -65,6 +65,10 @@ run = parser.add_argument_group("run")
 run.add_argument("--mode", default="train", choices=["train", "test", "test_render"],
                  help="Train, or play whole games with a checkpoint, shown on screen or not.")
 run.add_argument("--env", default="PongNoFrameskip-v4", help="Gymnasium environment.")
+run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
+                 help="What steps the games in training: one environment after the other, or "
+                 "ale-py's AtariVectorEnv, whose games differ a little (README.md says how). "
+                 "--mode test always plays with gym.")
 run.add_argument("--xpid", help="Name of the run; one that has a checkpoint is resumed. "
                  "By default a new name, made of the time; to test, the latest run.")
 run.add_argument("--savedir", default="~/logs/torchbeast", help="Folder of all runs.")

@@ -22,6 +22,7 @@ import threading
 
 import atari_wrappers
 import servers
+from ale_vector import AtariEnvironments
 from environment import Environments
 
 # fmt: off
@@ -31,6 +32,10 @@ parser = argparse.ArgumentParser(
 run = parser.add_argument_group("run")
 run.add_argument("--env", default="PongNoFrameskip-v4",
                  help="Gymnasium environment. (default: %(default)s)")
+run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
+                 help="What steps the games: one environment after the other, or ale-py's "
+                 "AtariVectorEnv, whose games differ a little (README.md says how). "
+                 "(default: %(default)s)")
 run.add_argument("--seed", type=int, help="Seed of the environments, where the learner gives none. "
                  "By default a random one.")
 run.add_argument("--server_address", default="127.0.0.1:50051",
@@ -58,6 +63,13 @@ def create_env(flags):
     return atari_wrappers.create_atari(flags, "human" if mode == "test_render" else None)
 
 
+def create_environments(flags, num_envs, seed, name):
+    """Return environments as the rows of a rollout."""
+    if flags.env_backend == "ale_vector":
+        return AtariEnvironments(flags, num_envs, seed, name)
+    return Environments(lambda: create_env(flags), num_envs, seed, name)
+
+
 def serve(flags, address, seed=(), started=None, stop_signals=()):
     """Serve in this process until it is told to stop.
 
@@ -75,7 +87,7 @@ def serve(flags, address, seed=(), started=None, stop_signals=()):
     def make_environments(num_envs, wished_seed, name):
         own_seed = [flags.seed, *seed, next(streams)]
         num_envs = num_envs or flags.envs_per_stream
-        return Environments(lambda: create_env(flags), num_envs, wished_seed or own_seed, name)
+        return create_environments(flags, num_envs, wished_seed or own_seed, name)
 
     server = Server(None, address, make_environments=make_environments)
     for number in stop_signals:
@@ -105,7 +117,7 @@ def be_server(flags, address, seed, pipe):
     os.nice(10)  # a learner on the same machine comes first
     start_logging()
     try:
-        Environments(lambda: create_env(flags), 1, [flags.seed], "the environment").close()
+        create_environments(flags, 1, [flags.seed], "the environment").close()
         if "cv2" in sys.modules:
             sys.modules["cv2"].setNumThreads(1)
         serve(flags, address, seed, started, [signal.SIGTERM])

@@ -4,9 +4,10 @@
     python benchmarks/environments.py --repeats 5 --steps 3000
 
 Four ways to step the game, with the same random actions, one after the other and over again, in
-one process pinned to one core. A step is `--frame_skip` emulator frames. Seconds are CPU time of
-all threads, so that other programs on the machine disturb little. Ratios are medians of the ratios
-within a round. Prints Markdown.
+one process pinned to one core; and a fifth where EnvPool is installed (README.md beside this file
+says how). A step is `--frame_skip` emulator frames. Seconds are CPU time of all threads, so that
+other programs on the machine disturb little. Ratios are medians of the ratios within a round.
+Prints Markdown.
 """
 
 import argparse
@@ -23,6 +24,11 @@ import ale_py
 import cv2
 import gymnasium as gym
 import numpy as np
+
+try:
+    import envpool
+except ImportError:
+    envpool = None
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -80,6 +86,11 @@ def time_vector(flags, actions):
         reward_clipping=False,
     )
     envs.reset(seed=flags.seed)
+    return time_batches(envs, actions)
+
+
+def time_batches(envs, actions):
+    """Step N games at a time; return seconds for as many steps as there are actions."""
     batches = np.array(actions[: len(actions) // NUM_VECTOR_ENVS * NUM_VECTOR_ENVS])
     batches = batches.reshape(-1, NUM_VECTOR_ENVS)
     begin = time.process_time()
@@ -90,12 +101,29 @@ def time_vector(flags, actions):
     return seconds * len(actions) / batches.size
 
 
+def time_envpool(flags, actions):
+    # A game's id there is its name as in ALE/Pong-v5; its games are sticky only where told.
+    game = gym.spec(flags.env).kwargs["game"].title().replace("_", "")
+    envs = envpool.make_gymnasium(
+        f"{game}-v5",
+        num_envs=NUM_VECTOR_ENVS,
+        num_threads=1,
+        seed=flags.seed,
+        frame_skip=flags.frame_skip,
+        reward_clip=False,
+    )
+    envs.reset()
+    return time_batches(envs, actions)
+
+
 WAYS = {
     "a: emulator alone, no frames read": time_emulator,
     "b: Gymnasium's AtariPreprocessing, FrameStackObservation": time_gymnasium,
     "c: ours, whole pipeline": time_ours,
     f"d: ale-py's AtariVectorEnv, {NUM_VECTOR_ENVS} games, one thread": time_vector,
 }
+if envpool is not None:
+    WAYS[f"e: EnvPool {envpool.__version__}, {NUM_VECTOR_ENVS} games, one thread"] = time_envpool
 
 
 def print_header(*modules):
@@ -147,6 +175,8 @@ def main():
             rates[name].append(flags.steps / way(flags, actions))
 
     emulator, gymnasium, *_ = rates.values()
+    if envpool is None:
+        print("- Without EnvPool, which is not installed: benchmarks/README.md says how to")
     print(f"- {flags.env}, one core, median of {flags.repeats} times {flags.steps} agent steps\n")
     print("| way | agent steps per CPU second | lowest | highest | to a | to b |")
     print("|---|---|---|---|---|---|")

@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import re
 import statistics
 import sys
 import tempfile
@@ -30,6 +31,7 @@ import numpy as np  # noqa: E402
 import libtorchbeast  # noqa: E402
 
 UNROLL_LENGTH = 20
+BATCH_SIZE, QUEUE_SIZE = 32, 64  # rollouts
 
 
 class Case(NamedTuple):
@@ -42,6 +44,7 @@ class Case(NamedTuple):
     fork: bool = False  # as forks use it: env outputs as a tuple, one environment a stream
     goal: int | None = None
     tcp: bool = True
+    learner_pause: float = 0  # seconds a batch
 
 
 CASES = [
@@ -56,6 +59,23 @@ CASES = [
         for n in (1, 2, 4, 8, 16, 32)
     ),
 ]
+
+
+class Resources(NamedTuple):
+    """What processes take, together."""
+
+    peak_bytes: int  # resident memory, at its highest
+    num_files: int
+    num_threads: int
+
+
+class Measurement(NamedTuple):
+    rate: float  # environment steps/s
+    learner_us: float  # of CPU, a step
+    servers_us: float
+    learner_bytes: int  # resident memory before the pool runs
+    learner: Resources
+    servers: Resources
 
 
 class MockEnvironments:
@@ -93,10 +113,21 @@ class MockEnvironments:
         pass
 
 
+def end_with_parent():
+    """Have this process end once its parent has, killed or not."""
+
+    def watch():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def serve(case, address, pipe):
     def make(num_envs, seed, name):
         return MockEnvironments(case.shape, case.stack_size, case.envs_per_stream)
 
+    end_with_parent()
     # As polybeast_env.py sets it: gRPC's older way to wait for sockets needs fewer threads.
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
     server = libtorchbeast.Server(None, address, make_environments=make)
@@ -104,10 +135,7 @@ def serve(case, address, pipe):
 
 
 def measure(case, seconds):
-    """Return environment steps/s, and microseconds of CPU a step of the learner and of the servers.
-
-    Measured after a third of the time to warm up.
-    """
+    """Return a Measurement, taken after a third of the time to warm up."""
     import torch
 
     torch.set_num_threads(1)
@@ -138,11 +166,28 @@ def cpu_seconds(pids):
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def read_status(pid, key):
+    """Return a number from /proc/pid/status, where memory is in KiB."""
+    text = pathlib.Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(rf"^{key}:\s+(\d+)", text, re.MULTILINE)[1])
+
+
+def read_resources(pids):
+    return Resources(
+        1024 * sum(read_status(pid, "VmHWM") for pid in pids),
+        sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
+        sum(read_status(pid, "Threads") for pid in pids),
+    )
+
+
 def measure_on(case, seconds, addresses, server_pids, torch):
     N = case.envs_per_stream
+    learner_bytes = 1024 * read_status(os.getpid(), "VmRSS")
     batcher = libtorchbeast.DynamicBatcher(minimum_batch_size=1, maximum_batch_size=1024)
     queue = libtorchbeast.BatchingQueue(
-        minimum_batch_size=32, maximum_batch_size=32, maximum_queue_size=64
+        minimum_batch_size=BATCH_SIZE,
+        maximum_batch_size=BATCH_SIZE,
+        maximum_queue_size=QUEUE_SIZE,
     )
     agent_state = ()
     options = {} if case.fork else {"dict_outputs": True, "newest_frame_only": case.stack_size > 0}
@@ -169,12 +214,13 @@ def measure_on(case, seconds, addresses, server_pids, torch):
 
     def learn():
         for _ in queue:
-            pass
+            time.sleep(case.learner_pause)
 
     threads = [threading.Thread(target=f) for f in (pool.run, infer, learn)]
     for thread in threads:
         thread.start()
-    while pool.count() < 20 * N * case.num_streams:
+    # By the third rollout, their memory has been used before.
+    while pool.count() < 3 * UNROLL_LENGTH * N * case.num_streams:
         time.sleep(0.01)
     time.sleep(seconds / 3)
     pids = [[os.getpid()], server_pids]
@@ -184,11 +230,12 @@ def measure_on(case, seconds, addresses, server_pids, torch):
     steps = pool.count() - count
     rate = steps / (time.perf_counter() - begin)
     costs = [1e6 * (cpu_seconds(side) - c) / steps for side, c in zip(pids, cpu, strict=True)]
+    resources = [read_resources(side) for side in pids]
     queue.close()
     batcher.close()
     for thread in threads:
         thread.join()
-    return rate, *costs
+    return Measurement(rate, *costs, learner_bytes, *resources)
 
 
 def main():
@@ -205,15 +252,15 @@ def main():
     print_header(grpc, np, torch)
     print(f"- unroll length {UNROLL_LENGTH}, median of {flags.repeats} rounds\n", flush=True)
     cases = [case for case in CASES if flags.only in case.name]
-    rates = {case.name: [] for case in cases}
+    measurements = {case.name: [] for case in cases}
     for _ in range(flags.repeats):
         for case in cases:
-            rates[case.name].append(measure(case, flags.seconds))
+            measurements[case.name].append(measure(case, flags.seconds))
     titles = ["case", "streams x environments", "steps/s", "lowest", "highest", "goal"]
     print("|", " | ".join([*titles, "CPU a step, learner", "servers"]), "|")
     print("|---|---|---|---|---|---|---|---|")
     for case in cases:
-        values, *costs = zip(*rates[case.name], strict=True)
+        values, *costs = list(zip(*measurements[case.name], strict=True))[:3]
         numbers = [f"{v:,.0f}" for v in (statistics.median(values), min(values), max(values))]
         goal = f"{case.goal:,}" if case.goal else ""
         shape = f"{case.num_streams} x {case.envs_per_stream}"

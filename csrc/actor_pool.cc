@@ -187,6 +187,7 @@ void ActorPool::serve(size_t index, Seconds* pause) {
       *pause = kFirstPause;  // it works
       learner_queue_->enqueue(Nest<Array>::Tuple{rollout.finish(), std::move(initial_agent_state)},
                               true, &stopped_);
+      rollout.begin();
     }
   } catch (const WireError& error) {
     throw ConnectionError("the environment server at " + address +

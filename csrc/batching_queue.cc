@@ -42,19 +42,25 @@ BatchingQueue::BatchingQueue(Options options, std::shared_ptr<MemoryPool> pool, 
 
 void BatchingQueue::enqueue(Nest<Array> nest, bool owned, const std::atomic<bool>* cancelled) {
   const int64_t columns = count_columns(nest, static_cast<size_t>(options_.batch_dim));
+  const auto has_room = [&] {
+    return !options_.maximum_queue_size || columns_ < *options_.maximum_queue_size;
+  };
+  const auto ended = [&] { return closed_ || (cancelled != nullptr && *cancelled); };
+  bool refused, room;
   {
     std::unique_lock lock(mutex_);
-    emptied_.wait(lock, [&] {
-      return closed_ || (cancelled != nullptr && *cancelled) || !options_.maximum_queue_size ||
-             columns_ < *options_.maximum_queue_size;
-    });
-    if (closed_ || (cancelled != nullptr && *cancelled)) {
-      throw ClosedError("the queue is closed");
+    emptied_.wait(lock, [&] { return ended() || has_room(); });
+    refused = ended();
+    if (!refused && columns > 0) {
+      items_.push_back({std::move(nest), columns, 0, owned, Clock::now()});
+      columns_ += columns;
     }
-    if (columns == 0) return;
-    items_.push_back({std::move(nest), columns, 0, owned, Clock::now()});
-    columns_ += columns;
+    room = has_room();
   }
+  // One producer at a time is woken, and wakes the next: with many streams, most would find the
+  // queue full again.
+  if (room) emptied_.notify_one();
+  if (refused) throw ClosedError("the queue is closed");
   filled_.notify_one();
 }
 
@@ -67,7 +73,7 @@ std::optional<Nest<Array>> BatchingQueue::dequeue() {
     items = take();
     more = columns_ > 0;  // too few too: somebody must wait for their timeout
   }
-  emptied_.notify_all();
+  emptied_.notify_one();
   if (more) filled_.notify_one();
 
   // Outside the lock: copies take long, and what frees a Python array may wait for the GIL.

@@ -117,19 +117,25 @@ void Rollout::set_agent_outputs(int64_t t, const Nest<Array>& outputs) {
   });
 }
 
-Nest<Array> Rollout::make_buffers(const Nest<Array>& rows) const {
-  return rows.map([&](const Array& old) {
-    Array buffer = make_array(old.dtype, old.shape, *pool_);
-    copy_row(old.row(unroll_length_), buffer, 0);
+// Have buffers of so many rows, of which the first is row t of those until now.
+void Rollout::begin_buffers(int64_t t, int64_t num_rows) {
+  const auto begin = [&](const Array& old) {
+    Shape shape = old.shape;
+    shape[0] = num_rows;
+    Array buffer = make_array(old.dtype, std::move(shape), *pool_);
+    copy_row(old.row(t), buffer, 0);
     return buffer;
-  });
+  };
+  for (auto& [key, nest] : rows_) nest = nest.map(begin);
+  agent_outputs_ = agent_outputs_->map(begin);
 }
 
 Nest<Array> Rollout::finish() {
   Nest<Array> finished = Nest<Array>::Tuple{arrange(rows_), *agent_outputs_};
-  for (auto& [key, nest] : rows_) nest = make_buffers(nest);
-  agent_outputs_ = make_buffers(*agent_outputs_);
+  begin_buffers(unroll_length_, 1);
   return finished;
 }
+
+void Rollout::begin() { begin_buffers(0, unroll_length_ + 1); }
 
 }  // namespace torchbeast

@@ -34,14 +34,18 @@ class Rollout {
   // not like the first ones. In row 0 of the first rollout there are zeros.
   void set_agent_outputs(int64_t t, const Nest<Array>& outputs);
 
-  // Return (env outputs, agent outputs) and begin the next rollout with the last row of this one.
+  // Return (env outputs, agent outputs); of these, a copy of the last row alone is kept.
   Nest<Array> finish();
+
+  // Begin the next rollout with that row. To be called once the finished one is in the queue: each
+  // stream that waits for room there would hold the memory of two.
+  void begin();
 
   int64_t num_envs() const { return num_envs_; }
 
  private:
   Nest<Array> arrange(const Nest<Array>::Dict& rows) const;
-  Nest<Array> make_buffers(const Nest<Array>& rows) const;
+  void begin_buffers(int64_t t, int64_t num_rows);
 
   const int64_t unroll_length_;
   const bool dict_outputs_;

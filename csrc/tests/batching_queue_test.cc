@@ -248,6 +248,36 @@ TEST(wake_ends_the_enqueue_that_is_cancelled_and_no_other) {
   CHECK((next(queue) == Values{2}));
 }
 
+TEST(all_producers_that_there_is_room_for_get_in) {
+  BatchingQueue queue({1, 4, 4, std::nullopt, 4}, new_pool());
+  queue.enqueue(range(0, 4));
+  Threads producers;
+  for (int i = 0; i < 4; ++i) {
+    producers.push_back(std::make_unique<Thread>([&, i] { queue.enqueue(range(i, i + 1)); }));
+  }
+  for (const auto& producer : producers) CHECK(producer->is_blocked());
+  CHECK((next(queue) == Values{0, 1, 2, 3}));
+  for (auto& producer : producers) producer->join();
+  CHECK(queue.size() == 4);
+}
+
+TEST(a_producer_that_is_cancelled_leaves_its_turn_to_the_next) {
+  BatchingQueue queue({1, 1, 1, std::nullopt, 1}, new_pool());
+  queue.enqueue(range(0, 1));
+  std::atomic<bool> cancelled{false};
+  Thread first(
+      [&] { CHECK_THROWS(ClosedError, (queue.enqueue(range(1, 2), false, &cancelled), 0)); });
+  CHECK(first.is_blocked());
+  Thread second([&] { queue.enqueue(range(2, 3)); });
+  CHECK(second.is_blocked());
+  cancelled = true;  // which nobody tells it, but for the room in the queue
+  CHECK((next(queue) == Values{0}));
+  second.join();
+  queue.wake();
+  first.join();
+  CHECK((next(queue) == Values{2}));
+}
+
 TEST(under_contention_every_column_arrives_once) {
   constexpr int64_t kProducers = 6;
   constexpr int64_t kColumns = 3000;  // of each

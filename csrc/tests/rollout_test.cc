@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "rollout.h"
 
+#include <atomic>
+#include <cstddef>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -54,7 +57,9 @@ Arrays fill(Rollout& rollout, int first_row) {
     rollout.set_agent_outputs(t, agent_outputs(first_row + t));
     rollout.set_env_outputs(t, step_of(first_row + t));
   }
-  return rollout.finish();
+  Arrays finished = rollout.finish();
+  rollout.begin();
+  return finished;
 }
 
 Values rows(int64_t first, int64_t factor = 1) {
@@ -104,6 +109,23 @@ TEST(what_is_handed_out_is_not_written_again) {
   CHECK(values_of(first.tuple().at(0).dict().at("frame").leaf()) == rows(0));
   CHECK(values_of(first.tuple().at(1).tuple().at(0).leaf()) == rows(0));
   CHECK(values_of(second.tuple().at(0).dict().at("frame").leaf()) == rows(kUnrollLength));
+}
+
+TEST(while_a_finished_rollout_waits_only_one_row_more_is_held) {
+  std::atomic<size_t> num_bytes{0};
+  const auto pool = std::make_shared<MemoryPool>([&](size_t size) {
+    num_bytes += size;
+    return MemoryPool::Block(new std::byte[size], [](std::byte* block) { delete[] block; });
+  });
+  constexpr int64_t kLong = 1000;
+  Rollout rollout(kLong, true, step_of(0), pool);
+  rollout.set_agent_outputs(1, agent_outputs(1));
+  const size_t one_rollout = num_bytes;
+  Arrays finished = rollout.finish();
+  CHECK(num_bytes < one_rollout + one_rollout / 10);
+  finished = Arrays();
+  rollout.begin();  // in the memory of the first
+  CHECK(num_bytes < one_rollout + one_rollout / 10);
 }
 
 TEST(a_row_unlike_the_first_is_refused) {
@@ -170,6 +192,7 @@ TEST(stacked_frames_are_whole_in_every_row) {
       rollout.set_env_outputs(t, stacked(first_row + t));
     }
     const Arrays finished = rollout.finish();
+    rollout.begin();
     const Array& frame = finished.tuple().at(0).dict().at("frame").leaf();
     CHECK((frame.shape == Shape{kUnrollLength + 1, kNumEnvs, 2}));
     Values expected;

@@ -1,0 +1,554 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ale_vector.py promises about the rows of a rollout, with the real games of ale-py."""
+
+import argparse
+import contextlib
+import multiprocessing
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from ale_py.vector_env import AtariVectorEnv
+from deadline import DEADLINE, Thread
+from program import TESTS, column, load, read_rows, run
+from stream import Stream, serving
+
+import atari_wrappers
+import libtorchbeast
+import monobeast
+import polybeast_env
+from ale_vector import AtariEnvironments
+from environment import EnvError, Environments, map_nest
+
+ANY_PORT = "127.0.0.1:0"
+NONE = 10**9  # no time limit
+KEYS = ["frame", "reward", "done", "truncated", "terminated", "episode_return", "episode_step",
+        "game_done", "game_return", "game_step", "last_action"]  # fmt: skip
+
+# Games with a time limit, here, so that processes that import this file have them, too.
+gym.register_envs(ale_py)
+for name, game, limit in (("Breakout", "breakout", 100), ("Invaders", "space_invaders", 202)):
+    kwargs = {"game": game, "repeat_action_probability": 0.0, "max_num_frames_per_episode": limit}
+    gym.register(f"Short{name}-v0", "ale_py.env:AtariEnv", kwargs=kwargs)
+gym.register("Hard-v0", "ale_py.env:AtariEnv", kwargs={"game": "pong", "difficulty": 1})
+gym.register("Limited-v0", "ale_py.env:AtariEnv", kwargs={"game": "pong"}, max_episode_steps=9)
+
+
+def make_flags(words):
+    """Return the flags in `words`, which begin with the environment."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--env")
+    atari_wrappers.add_flags(parser)
+    return parser.parse_args(["--env", *words.split()])
+
+
+@contextlib.contextmanager
+def environments(words, num_envs=1, seed=1, **kwargs):
+    with contextlib.closing(AtariEnvironments(make_flags(words), num_envs, seed, **kwargs)) as envs:
+        yield envs
+
+
+def rows_of(environments, actions):
+    """Return copies of the first row and of those after each of `actions`, [num_steps, N]."""
+    rows = [map_nest(np.copy, environments.initial())]
+    for action in actions:
+        rows.append(map_nest(np.copy, environments.step(action)))
+    return rows
+
+
+def play(words, num_steps, num_envs=1, seed=1, num_actions=None):
+    """Return the rows of so many random steps, or of no-ops where num_actions is 1."""
+    with environments(words, num_envs, seed) as envs:
+        random = np.random.default_rng(0)
+        actions = random.integers(num_actions or envs.num_actions, size=(num_steps, num_envs))
+        return rows_of(envs, actions)
+
+
+def values(rows, key, i=0):
+    return [row[key][i].item() for row in rows]
+
+
+def where(rows, key, i=0):
+    return [t for t, row in enumerate(rows) if row[key][i]]
+
+
+def assert_rows_equal(rows, expected):
+    assert len(rows) == len(expected)
+    for t, (row, other) in enumerate(zip(rows, expected, strict=True)):
+        for key in KEYS:
+            np.testing.assert_array_equal(row[key], other[key], f"{key} of row {t}")
+
+
+# ------------------------------------------------------------------------------ a plain loop
+
+
+def play_plainly(seed, actions, game, lives_end=True, between_lives=0, limit=NONE, **options):
+    """Return the rows of a single game, stepped by a plain loop: {key: value} each."""
+    env = AtariVectorEnv(game, 1, num_threads=1, reward_clipping=False, **options)
+    observation, info = env.reset(seed=np.array([seed]))
+    row = dict.fromkeys(KEYS, 0) | {"done": True, "game_done": True, "frame": observation[0]}
+    rows, end, cut = [row], None, False
+    episode, game_rewards = [], []
+    for action in actions:
+        lives, row = info["lives"][0], row | {"reward": 0, "done": False, "game_done": False}
+        if cut:  # ale-py does not know that the game is over
+            observation, info = env.reset()
+            over = False
+        else:
+            sent = action if end is None else between_lives
+            observation, reward, terminated, _, info = env.step(np.array([sent]))
+            over = bool(terminated[0])
+        cut = not over and info["episode_frame_number"][0] >= limit
+        row["frame"] = observation[0]
+        if end is None:
+            row["reward"], row["last_action"] = int(reward[0]), action
+            episode.append(row["reward"])
+            game_rewards.append(row["reward"])
+            lost = lives_end and 0 < info["lives"][0] < lives
+        else:
+            lost = False
+        row["terminated"] = over or lost
+        row["truncated"] = cut and not row["terminated"]
+        for name, rewards in (("episode", episode), ("game", game_rewards)):
+            row |= {f"{name}_return": sum(rewards), f"{name}_step": len(rewards)}
+        if end is not None and not over and not cut:
+            row |= {"done": True, "game_done": end == "game"}
+            episode = []
+            game_rewards = [] if end == "game" else game_rewards
+            end = None
+        elif over or cut:
+            end = "game"
+        elif lost:
+            end = "life"
+        rows.append(row)
+    return rows
+
+
+PLAIN = {
+    "ALE/Breakout-v5": {"between_lives": 1, "repeat_action_probability": 0.25},
+    "BreakoutNoFrameskip-v4 --no_episodic_life --no_fire_reset --sticky_actions 0.1": {
+        "lives_end": False, "use_fire_reset": False, "repeat_action_probability": 0.1,
+    },
+    "ShortBreakout-v0 --no_episodic_life": {"lives_end": False, "limit": 100},
+    # Each action costs a life, also the one between two lives, which is no end.
+    "BreakoutNoFrameskip-v4 --noop_max 0 --frame_skip 120": {
+        "between_lives": 1, "noop_max": 0, "frameskip": 120, "num_steps": 30,
+    },
+    # A life ends after 97 frames, and the game between two lives, after 101.
+    "ShortBreakout-v0 --noop_max 0": {"between_lives": 1, "limit": 100, "noop_max": 0},
+    "QbertNoFrameskip-v4 --frame_skip 8": {
+        "game": "qbert", "frameskip": 8, "use_fire_reset": False,
+    },
+    "FreewayNoFrameskip-v4 --full_action_space --frame_stack 2 --frame_size 42 --no_max_pool": {
+        "game": "freeway", "full_action_space": True, "stack_num": 2, "img_height": 42,
+        "img_width": 42, "maxpool": False, "use_fire_reset": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", PLAIN)
+def test_rows_are_those_of_a_plain_loop(words):
+    options = {"game": "breakout", "num_steps": 250} | PLAIN[words]
+    num_steps = options.pop("num_steps")
+    with environments(words, 2, seed=[5, 6]) as envs:
+        actions = np.random.default_rng(1).integers(envs.num_actions, size=(num_steps, 2))
+        rows, seeds = rows_of(envs, actions), envs.seeds
+    columns = [play_plainly(seeds[i], actions[:, i].tolist(), **options) for i in range(2)]
+    plain = zip(*columns, strict=True)
+    assert_rows_equal(rows, [{k: np.stack([r[k] for r in row]) for k in KEYS} for row in plain])
+    if not words.startswith("Freeway"):
+        assert sum(row["terminated"].sum() + row["truncated"].sum() for row in rows) > 1
+
+
+# ----------------------------------------------------------------------------------- rows by hand
+
+
+def test_first_row_begins_an_episode_and_a_game_also_the_second_time():
+    with environments("ShortBreakout-v0", 2) as envs:
+        for _ in range(2):
+            rows = rows_of(envs, np.ones((30, 2), np.int64))
+            assert rows[0]["done"].all() and rows[0]["game_done"].all()
+            for key in set(KEYS) - {"frame", "done", "game_done"}:
+                assert not rows[0][key].any(), key
+            assert sum(row["truncated"].sum() for row in rows) == 2
+
+
+def test_a_lost_life_takes_an_extra_row_and_the_game_goes_on():
+    # FIRE serves the ball; without another action a life lasts 24 steps, and the game five lives.
+    rows = play("BreakoutNoFrameskip-v4 --noop_max 0", 130, num_actions=1)
+    assert where(rows, "terminated") == [24, 49, 74, 99, 124]
+    assert where(rows, "done") == [0, 25, 50, 75, 100, 125]
+    assert where(rows, "game_done") == [0, 125]
+    assert where(rows, "truncated") == []
+    assert [rows[t]["episode_step"][0] for t in (23, 24, 25, 26, 49, 50)] == [23, 24, 24, 1, 24, 24]
+    assert [rows[t]["game_step"][0] for t in (24, 25, 26, 49, 50, 51)] == [24, 24, 25, 48, 48, 49]
+    assert [rows[t]["game_step"][0] for t in (124, 125, 126)] == [120, 120, 1]
+
+
+def test_rewards_are_raw_and_final_totals_stand_where_an_episode_ended():
+    rows = play("QbertNoFrameskip-v4 --frame_skip 8", 350)
+    assert 25 in values(rows, "reward") and set(values(rows, "reward")) <= {0, 25, 50, 300, 500}
+    episode = game = episode_step = game_step = 0
+    for t, row in enumerate(rows[1:], start=1):
+        extra = rows[t - 1]["terminated"][0]
+        assert row["done"][0] == extra
+        if extra:
+            assert row["reward"][0] == 0
+            assert row["last_action"][0] == rows[t - 1]["last_action"][0]
+        else:
+            episode, game = episode + row["reward"][0], game + row["reward"][0]
+            episode_step, game_step = episode_step + 1, game_step + 1
+        totals = [row[k][0] for k in ("episode_return", "episode_step", "game_return", "game_step")]
+        assert totals == [episode, episode_step, game, game_step]
+        if row["done"][0]:
+            episode = episode_step = 0
+        if row["game_done"][0]:
+            game = game_step = 0
+    assert len(where(rows, "done")) > len(where(rows, "game_done")) > 1
+
+
+def test_a_time_limit_takes_an_extra_row_with_the_true_last_observation():
+    words = "ShortInvaders-v0 --noop_max 0 --no_fire_reset"
+    flags = make_flags(words)
+    with environments(words) as vector:
+        classic = Environments(lambda: atari_wrappers.create_atari(flags), 1, 1)
+        actions = np.random.default_rng(0).integers(classic.num_actions, size=(60, 1))
+        rows, expected = rows_of(vector, actions), rows_of(classic, actions)
+        classic.close()
+    assert where(rows, "truncated") == where(expected, "truncated") == [51]  # 202 frames
+    assert where(rows, "terminated") == []
+    assert where(rows, "done") == where(rows, "game_done") == [0, 52]
+    for t in range(3, 51):  # the first stacks differ: see the next test
+        np.testing.assert_array_equal(rows[t]["frame"], expected[t]["frame"])
+    # The classic game stops at the limit, here amid an action; ours plays the action to its end.
+    np.testing.assert_array_equal(rows[51]["frame"][0, :3], rows[50]["frame"][0, 1:])
+    with environments("SpaceInvadersNoFrameskip-v4 --noop_max 0 --no_fire_reset") as unlimited:
+        there = rows_of(unlimited, actions[:51])[51]
+    np.testing.assert_array_equal(rows[51]["frame"], there["frame"])
+    assert rows[51]["reward"] == there["reward"]
+    assert rows[52]["reward"][0] == 0
+    assert [rows[t]["episode_step"][0] for t in (51, 52, 53)] == [51, 51, 1]
+
+
+def test_a_game_that_ends_between_two_lives_takes_one_more_row():
+    rows = play("ShortBreakout-v0 --noop_max 0", 60, num_actions=1)
+    assert where(rows, "terminated")[0] == 24  # a life, after 97 frames
+    assert where(rows, "truncated")[0] == 25  # the game, after 101
+    assert where(rows, "done")[1] == where(rows, "game_done")[1] == 26
+    assert [rows[t]["game_step"][0] for t in (24, 25, 26, 27)] == [24, 24, 24, 1]
+    assert [rows[t]["reward"][0] for t in (25, 26)] == [0, 0]
+
+
+def test_a_game_that_shows_no_lives_before_it_ends_does_not_end_twice(monkeypatch):
+    class LastLifeIsNotShown(AtariVectorEnv):
+        def step(self, actions):
+            *step, info = super().step(actions)
+            return *step, info | {"lives": np.where(info["lives"] == 1, 0, info["lives"])}
+
+    def ends():
+        with environments("BreakoutNoFrameskip-v4 --noop_max 0") as envs:
+            rows = rows_of(envs, np.ones((140, 1), np.int64))
+        return [t for t in where(rows, "terminated") if t < where(rows, "game_done")[1]]
+
+    assert len(ends()) == 5
+    monkeypatch.setattr(ale_py.vector_env, "AtariVectorEnv", LastLifeIsNotShown)
+    assert len(ends()) == 4
+
+
+def test_an_end_of_both_kinds_is_a_termination():
+    gym.register(
+        "Both-v0",
+        "ale_py.env:AtariEnv",
+        kwargs={"game": "breakout", "repeat_action_probability": 0.0,
+                "max_num_frames_per_episode": 97},
+    )  # fmt: skip
+    rows = play("Both-v0 --noop_max 0", 30, num_actions=1)
+    assert where(rows, "terminated")[0] == 24 and where(rows, "truncated") == []
+    assert where(rows, "game_done") == where(rows, "done") == [0, 25]
+
+
+WRAPPED = [
+    "BreakoutNoFrameskip-v4",
+    "BreakoutNoFrameskip-v4 --color",
+    "BreakoutNoFrameskip-v4 --no_max_pool --frame_stack 1",
+    "BreakoutNoFrameskip-v4 --full_action_space --frame_size 160",
+    "SpaceInvadersNoFrameskip-v4 --frame_size 0 --frame_skip 3",
+]
+
+
+@pytest.mark.parametrize("words", WRAPPED)
+def test_within_an_episode_a_game_is_that_of_the_wrappers_to_the_last_bit(words):
+    flags = make_flags(f"{words} --noop_max 0 --no_fire_reset --no_episodic_life")
+    with contextlib.closing(AtariEnvironments(flags, 1, 1)) as vector:
+        classic = Environments(lambda: atari_wrappers.create_atari(flags), 1, 1)
+        assert vector.spaces == classic.spaces and vector.stack_size == classic.stack_size
+        assert vector.num_actions == classic.num_actions
+        actions = np.random.default_rng(0).integers(classic.num_actions, size=(150, 1))
+        rows, expected = rows_of(vector, actions), rows_of(classic, actions)
+        classic.close()
+    K = flags.frame_stack
+    C = rows[0]["frame"].shape[1] // K
+    for t in range(151):
+        new = min(t + 1, K) * C  # frames of this episode; before them a vector has zeros
+        row = rows[t]["frame"]
+        np.testing.assert_array_equal(row[:, -new:], expected[t]["frame"][:, -new:])
+        assert not row[:, :-new].any() if new < row.shape[1] else True
+        for key in set(KEYS) - {"frame"}:
+            assert rows[t][key] == expected[t][key], (t, key)
+    assert not any(row["terminated"][0] for row in rows)
+
+
+# ---------------------------------------------------------------------------------------- contract
+
+
+@pytest.mark.parametrize("action", [-1, 4, 2**40])
+def test_action_out_of_range_is_an_error_that_names_the_environment(action):
+    with environments("BreakoutNoFrameskip-v4", 2, name="actor 3") as envs:
+        envs.initial()
+        envs.step(np.array([0, 3]))
+        with pytest.raises(EnvError) as error:
+            envs.step(np.array([0, action]))
+        message = f"actor 3: environment 1 (BreakoutNoFrameskip-v4, seed {envs.seeds[1]}), step 2: "
+        assert str(error.value) == message + f"the action is {action}; it must be from 0 to 3"
+
+
+def test_the_action_given_in_an_extra_row_is_ignored():
+    def tail(action):
+        with environments("BreakoutNoFrameskip-v4 --noop_max 0") as envs:
+            actions = np.zeros((60, 1), np.int64)
+            actions[24] = action
+            return rows_of(envs, actions)
+
+    assert_rows_equal(tail(-7), tail(2))
+
+
+def test_seeds_reach_every_environment_and_differ():
+    first, again, other = (
+        play("PongNoFrameskip-v4 --sticky_actions 0.5", 30, 2, seed) for seed in ([1, 2], [1, 2], 3)
+    )
+    assert_rows_equal(first, again)
+    last = [rows[-1]["frame"] for rows in (first, other)]
+    assert len({frame.tobytes() for frame in (*last[0], *last[1])}) == 4
+    with environments("PongNoFrameskip-v4", 2, [1, 2]) as envs:
+        wrapped = Environments(lambda: gym.make("CartPole-v1"), 2, [1, 2])
+        assert envs.seeds == wrapped.seeds
+
+
+def test_rows_are_the_same_arrays_each_time_and_of_the_types_of_a_rollout():
+    with environments("PongNoFrameskip-v4", 2) as envs:
+        row = envs.initial()
+        arrays = dict(row)
+        for dtype in (np.int32, np.uint8, np.uint64):
+            assert envs.step(np.array([1, 2], dtype)) is row is envs.row
+        assert all(row[key] is array for key, array in arrays.items())
+    wrapped = Environments(lambda: gym.make("CartPole-v1"), 2, 0).row
+    assert {k: (a.dtype, len(a)) for k, a in row.items() if k != "frame"} == {
+        k: (a.dtype, len(a)) for k, a in wrapped.items() if k != "frame"
+    }
+    assert row["frame"].dtype == np.uint8 and row["frame"].shape == (2, 4, 84, 84)
+
+
+def test_close_ends_the_threads():
+    def num_threads():
+        return len(list((TESTS / "/proc/self/task").iterdir()))
+
+    before = num_threads()
+    envs = AtariEnvironments(make_flags("PongNoFrameskip-v4"), 2, 0)
+    envs.initial()
+    assert num_threads() == before + 1
+    envs.close()
+    assert num_threads() == before
+    envs.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [("CartPole-v1", "CartPole-v1 is not a game of ale-py"),
+     ("Pongg-v4", "there is no environment 'Pongg-v4'"),
+     ("Hard-v0", "registered with difficulty, which --env_backend ale_vector cannot do"),
+     ("Limited-v0", "registered with max_episode_steps, which"),
+     ("PongNoFrameskip-v4 --sticky_actions 1.5", "a probability from 0 to 1, not 1.5"),
+     ("PongNoFrameskip-v4 --noop_max -1", "--noop_max is -1; it should be 0 or more"),
+     ("PongNoFrameskip-v4 --frame_skip 0", "--frame_skip is 0; it should be 1 or more"),
+     ("PongNoFrameskip-v4 --frame_size -1", "--frame_size is -1; it should be 0 or more"),
+     ("PongNoFrameskip-v4 --frame_stack 0", "--frame_stack is 0; it should be 1 or more")],
+)  # fmt: skip
+def test_what_it_cannot_do_is_refused_by_name(words, message):
+    with pytest.raises(EnvError, match=f"^actor 0: cannot create the environments: .*{message}"):
+        AtariEnvironments(make_flags(words), 1, 0, "actor 0")
+
+
+# ------------------------------------------------------------------------------------ the programs
+
+
+def check_rollouts(rollouts, envs):
+    """Check rollouts, [T + 1, N, ...] each, against the rows that their actions lead to."""
+    row = envs.initial()
+    for k, rollout in enumerate(rollouts):
+        for t in range(len(rollout["done"])):
+            if t > 0:  # row 0 is the last row of the rollout before
+                row = envs.step(rollout["action"][t])
+            for key in KEYS:
+                np.testing.assert_array_equal(rollout[key][t], row[key], f"{key}, {k}, {t}")
+    ends = {key: sum(int(r[key][1:].sum()) for r in rollouts) for key in KEYS[2:5]}
+    assert ends["terminated"] > 0 and ends["truncated"] > 0 and ends["done"] > 0, ends
+
+
+def act(*args):
+    """Be an actor: a process that is to run this function imports this file, and its games."""
+    monobeast.act(*args)
+
+
+def monobeast_rollouts(num_rollouts, N, T):
+    """Yield what an actor process of MonoBeast writes to its buffers, and what it plays."""
+    words = f"--envs_per_actor {N} --unroll_length {T} --env_backend ale_vector --num_actors 1"
+    flags = monobeast.parser.parse_args(f"--env ShortBreakout-v0 {words}".split())
+    monobeast.check_flags(flags)
+    seed = [7, 1]
+    sample = monobeast.create_environments(flags, 1, 0, "sample")
+    model = monobeast.Net(sample.observation_space, sample.num_actions)
+    row = map_nest(lambda a: torch.from_numpy(a).unsqueeze(0), sample.initial())
+    buffers = monobeast.create_buffers(flags, row, *model(row, ()))
+    sample.close()
+    pipe, far_end = multiprocessing.Pipe()
+    weights = monobeast.PublishedWeights(model)
+    process = multiprocessing.get_context("forkserver").Process(
+        target=act, args=(flags, 0, seed, far_end, buffers, weights), daemon=True
+    )
+    process.start()
+    far_end.close()
+
+    def receive():
+        assert pipe.poll(DEADLINE)
+        kind, content = pipe.recv()
+        assert kind == "full", content
+        return content
+
+    try:
+        assert receive() == []
+        rollouts = []
+        for _ in range(num_rollouts):
+            pipe.send(list(range(N)))
+            assert receive() == list(range(N))
+            rows = {key: b[:N].transpose(0, 1).numpy() for key, b in buffers["rows"].items()}
+            rollouts.append({key: array.copy() for key, array in rows.items()})
+    finally:
+        pipe.close()
+        process.join(DEADLINE)
+        process.kill()
+    return rollouts, monobeast.create_environments(flags, N, [*seed, 1], "again")
+
+
+def polybeast_rollouts(num_rollouts, N, T):
+    """Return what PolyBeast's actor pool makes of such an environment server, and what it plays."""
+    flags = polybeast_env.parser.parse_args(
+        f"--env ShortBreakout-v0 --env_backend ale_vector --envs_per_stream {N}".split()
+    )
+
+    def make_environments(num_envs, seed, name):
+        return polybeast_env.create_environments(flags, num_envs or N, seed, name)
+
+    batcher = libtorchbeast.DynamicBatcher()
+    queue = libtorchbeast.BatchingQueue(minimum_batch_size=N, maximum_batch_size=N)
+
+    def answer():
+        for batch in batcher:
+            row, state = batch.get_inputs()
+            batch.set_outputs(({"action": torch.randint(4, row["reward"].shape)}, state))
+
+    with serving(None, ANY_PORT, make_environments=make_environments) as address:
+        pool = libtorchbeast.ActorPool(
+            T, queue, batcher, [address], (), dict_outputs=True, num_envs=N, seeds=["7,1"],
+            newest_frame_only=True,
+        )  # fmt: skip
+        threads = [Thread(pool.run), Thread(answer)]
+        try:
+            rollouts = []
+            for _ in range(num_rollouts):
+                (row, output), _ = Thread(next, queue).result()
+                rollouts.append({k: v.numpy().copy() for k, v in (row | output).items()})
+        finally:
+            queue.close()
+            batcher.close()
+            for thread in threads:
+                thread.result()
+    # The seed of a stream that is connected for the first time: its own, and a nought.
+    return rollouts, lambda *seed: make_environments(N, [7, 1, *seed], "again")
+
+
+def test_monobeasts_actors_write_these_rows():
+    rollouts, envs = monobeast_rollouts(num_rollouts=4, N=3, T=20)
+    with contextlib.closing(envs):
+        check_rollouts(rollouts, envs)
+
+
+def test_polybeasts_actor_pool_makes_rollouts_of_these_rows():
+    rollouts, make_environments = polybeast_rollouts(num_rollouts=4, N=3, T=20)
+    with contextlib.closing(make_environments(0)) as envs:
+        check_rollouts(rollouts, envs)
+
+
+def test_newest_frames_make_the_same_stacks_to_the_last_bit():
+    words = "ShortBreakout-v0 --color --frame_size 64"
+
+    def make_environments(num_envs, seed, name):
+        return AtariEnvironments(make_flags(words), num_envs, seed, name)
+
+    actions = np.random.default_rng(0).integers(4, size=(100, 2))
+    num_full = []
+    with serving(None, ANY_PORT, make_environments=make_environments) as address:
+        with Stream(address, num_envs=2, seed=1, newest_frame_only=1) as stream:
+            assert stream.handshake.stack_size == 4
+            rows = [stream.row]
+            for action in actions:
+                rows.append(stream.step(action))
+                num_full.append(stream.num_full)
+    with environments(words, 2, [1]) as envs:
+        assert_rows_equal(rows, rows_of(envs, actions))
+    # Whole stacks cross the wire where a game begins, and only there.
+    assert num_full == [int(row["game_done"].sum()) for row in rows[1:]]
+    assert sum(num_full) > 2
+
+
+BREAKOUT = "--env BreakoutNoFrameskip-v4 --env_backend ale_vector --total_steps 800"
+
+
+def check_run(savedir, status, output):
+    assert status == 0, output
+    rows = read_rows(savedir / "run")
+    assert int(rows[-1]["step"]) >= 800
+    assert "nan" not in (savedir / "run" / "logs.csv").read_text().lower()
+    for key in ("mean_episode_return", "total_loss", "grad_norm"):
+        assert column(rows, key), key
+    checkpoint = load(savedir / "run" / "model.tar")
+    assert checkpoint["flags"]["env_backend"] == "ale_vector"
+    assert checkpoint["stats"]["episode_returns"]
+
+
+def test_monobeast_trains_on_it_and_plays_tests_with_the_wrappers(tmp_path):
+    script = TESTS.parent / "monobeast.py"
+    words = "--num_actors 1 --envs_per_actor 4 --batch_size 4 --disable_cuda"
+    status, output = run(script, BREAKOUT, words, "--xpid run --savedir", tmp_path)
+    check_run(tmp_path, status, output)
+    words = "--mode test --num_episodes 1 --noop_max 5 --xpid run --savedir"
+    status, output = run(script, words, tmp_path)
+    assert status == 0 and "1 games: mean return" in output, output
+
+
+def test_polybeast_trains_on_it(tmp_path):
+    words = "--model shallow --num_servers 1 --envs_per_stream 4 --batch_size 4 --disable_cuda"
+    script = TESTS.parent / "polybeast.py"
+    status, output = run(script, BREAKOUT, words, "--xpid run --savedir", tmp_path)
+    check_run(tmp_path, status, output)
+    assert "--env_backend ale_vector" in output
+
+
+def test_programs_refuse_what_it_cannot_do_before_anything_starts(tmp_path):
+    words = f"--env CartPole-v1 --env_backend ale_vector --savedir {tmp_path}/runs"
+    with pytest.raises(EnvError, match="CartPole-v1 is not a game of ale-py"):
+        monobeast.main(words.split())
+    status, output = run(TESTS.parent / "polybeast.py", words)
+    assert status == 1 and "CartPole-v1 is not a game of ale-py" in output, output
+    assert "Traceback" not in output and not (tmp_path / "runs").exists()
