@@ -72,7 +72,8 @@ class Actors:
         self._condition = threading.Condition()  # guards what follows
         self._free = deque(range(num_buffers))
         self._full = deque()
-        self._waiting = deque()  # actors that wait for free buffers, in turn
+        self._waiting = {}  # actors that wait for free buffers, in turn; since when
+        self._seconds_waited = 0.0
         self._held = [[] for _ in range(num_actors)]
         self._closed = False
         self._error = None
@@ -102,6 +103,12 @@ class Actors:
 
     def num_full(self):
         return len(self._full)
+
+    def seconds_waited(self):
+        """Return how long actors have waited for free buffers, all of them together."""
+        now = time.monotonic()
+        with self._condition:
+            return self._seconds_waited + sum(now - since for since in self._waiting.values())
 
     @property
     def num_restarts(self):
@@ -135,7 +142,8 @@ class Actors:
 
     def _hand_out(self):  # requires the condition's lock
         while self._waiting and len(self._free) >= self._envs_per_actor and not self._closed:
-            actor = self._waiting.popleft()
+            actor = next(iter(self._waiting))
+            self._seconds_waited += time.monotonic() - self._waiting.pop(actor)
             self._held[actor] = [self._free.popleft() for _ in range(self._envs_per_actor)]
             try:
                 self._pipes[actor].send(self._held[actor])
@@ -175,7 +183,7 @@ class Actors:
                 with self._condition:
                     self._full.extend(content)
                     self._held[actor] = []
-                    self._waiting.append(actor)
+                    self._waiting[actor] = time.monotonic()
                     self._hand_out()
                     self._condition.notify_all()
         except (EOFError, OSError):
@@ -195,8 +203,7 @@ class Actors:
             self._pipes[actor].close()
             self._free.extend(self._held[actor])
             self._held[actor] = []
-            if actor in self._waiting:
-                self._waiting.remove(actor)
+            self._waiting.pop(actor, None)
         cause, self._tracebacks[actor] = self._tracebacks[actor], None
         if cause is None and process.exitcode < 0:
             cause = f"killed by {signal.Signals(-process.exitcode).name}"

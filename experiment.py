@@ -345,6 +345,48 @@ def fastest_precision(device):
     return "bf16" if fast else "fp32"
 
 
+class Stopwatch:
+    """Counts the seconds that threads spend in `with` blocks of it, those going on included."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._total, self._since = 0.0, {}  # seconds; when each thread entered
+
+    def __enter__(self):
+        with self._lock:
+            self._since[threading.get_ident()] = time.monotonic()
+
+    def __exit__(self, *_):
+        with self._lock:
+            self._total += time.monotonic() - self._since.pop(threading.get_ident())
+
+    def seconds(self):
+        with self._lock:
+            now = time.monotonic()
+            return self._total + sum(now - since for since in self._since.values())
+
+
+class TimeShares:
+    """Turns seconds that were counted since the start into shares of the time since the last call.
+
+    >>> shares = TimeShares()
+    >>> shares(learner_wait=0.0)
+    {'learner_wait': 0.0}
+    """
+
+    def __init__(self):
+        self._time, self._seconds = time.monotonic(), {}
+
+    def __call__(self, **seconds):
+        now = time.monotonic()
+        elapsed = max(now - self._time, 1e-9)
+        shares = {
+            k: min(1.0, (s - self._seconds.get(k, 0.0)) / elapsed) for k, s in seconds.items()
+        }
+        self._time, self._seconds = now, seconds
+        return shares
+
+
 def seed_generators(seed):
     """Seed all generators of this process from a sequence of ints."""
     words = np.random.SeedSequence(seed).generate_state(3)

@@ -225,6 +225,11 @@ def autocast(flags, device):
     return torch.autocast(device.type, torch.bfloat16, enabled=flags.precision == "bf16")
 
 
+def to_float32(outputs):
+    """Return what the model has answered in full precision, whichever it computed in."""
+    return map_nest(lambda x: x.float() if x.is_floating_point() else x, outputs)
+
+
 def compute_policy_gradient_loss(logits, actions, advantages, mask):
     cross_entropy = F.cross_entropy(logits.flatten(0, 1), actions.flatten(), reduction="none")
     return torch.sum(torch.where(mask, cross_entropy.view_as(advantages) * advantages, 0))
@@ -246,7 +251,7 @@ def compute_loss(flags, model, batch, initial_agent_state):
     The step sizes of the IMPALA paper (Table G.1) go with a sum, not with a mean.
     """
     with autocast(flags, batch["reward"].device):
-        outputs, _ = model(batch, initial_agent_state)
+        outputs, _ = to_float32(model(batch, initial_agent_state))
     bootstrap_value = outputs["baseline"][-1]  # [B]
 
     # Index t of all that follows is the transition from row t to row t + 1. What was recorded about
@@ -375,7 +380,7 @@ def act(flags, actor, seed, pipe, buffers, weights):
                     if pipe.poll():
                         return  # the main process has closed the pipe
                     if t > 0:  # row 0 is the last one of the rollout before
-                        agent_output, agent_state = model(inputs, agent_state)
+                        agent_output, agent_state = to_float32(model(inputs, agent_state))
                         agent_output = {k: v.squeeze(0).numpy() for k, v in agent_output.items()}
                         environments.step(agent_output["action"])
                     for key, value in (row | agent_output).items():
@@ -488,6 +493,8 @@ def train(flags):
     errors = []
     lock = threading.Lock()  # guards model, optimizer, scheduler, stats, figures and lags
     figures, lags = {}, []
+    learner_waits = experiment.Stopwatch()  # of all learner threads, for rollouts
+    time_shares = experiment.TimeShares()
 
     def start_actor(actor, incarnation, pipe):
         # A restarted actor, or one of a resumed run, must not play the same games again.
@@ -507,7 +514,8 @@ def train(flags):
                 buffers["rows"],
             )
             while stats["step"] < flags.total_steps:
-                indices = actors.take(B)
+                with learner_waits:
+                    indices = actors.take(B)
                 if indices is None:
                     return
                 for i, m in enumerate(indices):
@@ -545,6 +553,10 @@ def train(flags):
             for name, function in (("min", min), ("mean", experiment.mean), ("max", max)):
                 latest[f"policy_lag_{name}"] = function(lags) if lags else None
             lags.clear()
+        latest |= time_shares(
+            learner_wait=learner_waits.seconds() / flags.num_learner_threads,
+            actor_wait=actors.seconds_waited() / flags.num_actors,
+        )
         latest["full_buffers"] = actors.num_full()
         latest["actor_restarts"] = actors.num_restarts
         show = {key: experiment.show_number(value) for key, value in latest.items()}
@@ -552,6 +564,7 @@ def train(flags):
         if flags.episodic_life:
             texts["game"] = show["mean_game_return"]
         texts["loss"] = show.get("total_loss", "-")
+        texts["wait"] = f"learner {latest['learner_wait']:.0%} actors {latest['actor_wait']:.0%}"
         texts["full"] = f"{latest['full_buffers']}/{flags.num_buffers}"
         texts["lag"] = "/".join(show[f"policy_lag_{name}"] for name in ("min", "mean", "max"))
         run_folder.log(step, latest, texts)

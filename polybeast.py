@@ -272,6 +272,11 @@ def autocast(flags, device):
     return torch.autocast(device.type, torch.bfloat16, enabled=flags.precision == "bf16")
 
 
+def to_float32(outputs):
+    """Return what the model has answered in full precision, whichever it computed in."""
+    return map_nest(lambda x: x.float() if x.is_floating_point() else x, outputs)
+
+
 def compute_policy_gradient_loss(logits, actions, advantages, mask):
     cross_entropy = F.cross_entropy(logits.flatten(0, 1), actions.flatten(), reduction="none")
     return torch.sum(torch.where(mask, cross_entropy.view_as(advantages) * advantages, 0))
@@ -293,7 +298,7 @@ def compute_loss(flags, model, batch, initial_agent_state):
     The step sizes of the IMPALA paper (Table G.1) go with a sum, not with a mean.
     """
     with autocast(flags, batch["reward"].device):
-        outputs, _ = model(batch, initial_agent_state)
+        outputs, _ = to_float32(model(batch, initial_agent_state))
     bootstrap_value = outputs["baseline"][-1]  # [B]
 
     # Index t of all that follows is the transition from row t to row t + 1. What was recorded about
@@ -387,7 +392,7 @@ def inference(model, batcher, weights, device, batch_sizes):
         if version != weights.version:
             version = weights.load_into(model)
             torch.clear_autocast_cache()  # which holds the old weights, cast
-        agent_output, agent_state = model(inputs, agent_state)
+        agent_output, agent_state = to_float32(model(inputs, agent_state))
         agent_output["policy_version"] = torch.full_like(agent_output["action"], version)
         batch.set_outputs(map_nest(lambda x: x.cpu(), (agent_output, agent_state)))
         batch_sizes.append(inputs["reward"].shape[1])
@@ -534,6 +539,8 @@ def train_on(flags, addresses, process):
     errors = []
     lock = threading.Lock()  # guards model, optimizer, scheduler, stats, figures and lags
     figures, lags, batch_sizes = {}, [], []
+    learner_waits = experiment.Stopwatch()  # of all learner threads, for rollouts
+    time_shares = experiment.TimeShares()
     profiled = threading.Lock()  # held by the one learner thread that is profiled
 
     inference_batcher = libtorchbeast.DynamicBatcher(
@@ -550,7 +557,12 @@ def train_on(flags, addresses, process):
         profiler = None  # a profiler sees the thread that starts it
         if flags.write_profiler_trace and profiled.acquire(blocking=False):
             profiler = start_profiler(run_folder.path)
-        for (env_outputs, agent_outputs), agent_state in learner_queue:
+        while True:
+            with learner_waits:
+                rollouts = next(learner_queue, None)
+            if rollouts is None:
+                return  # the queue is closed
+            (env_outputs, agent_outputs), agent_state = rollouts
             batch = env_outputs | agent_outputs
             versions = batch.pop("policy_version")[1:]
             # Row 0 was counted when it was the last row of the rollout before.
@@ -613,6 +625,10 @@ def train_on(flags, addresses, process):
             for name, function in (("min", min), ("mean", experiment.mean), ("max", max)):
                 latest[f"policy_lag_{name}"] = function(lags) if lags else None
             lags.clear()
+        actor_waited = {f"actor_wait_{k}": s / num_actors for k, s in actors.waits().items()}
+        latest |= time_shares(
+            learner_wait=learner_waits.seconds() / flags.num_learner_threads, **actor_waited
+        )
         sizes, batch_sizes[:] = list(batch_sizes), []
         latest["inference_batch_size"] = experiment.mean(sizes)
         latest["learner_queue_size"] = learner_queue.size()
@@ -623,6 +639,8 @@ def train_on(flags, addresses, process):
         if flags.episodic_life:
             texts["game"] = show["mean_game_return"]
         texts["loss"] = show.get("total_loss", "-")
+        waits_of_actors = "/".join(f"{latest[key]:.0%}" for key in actor_waited)
+        texts["wait"] = f"learner {latest['learner_wait']:.0%} actors {waits_of_actors}"
         texts["batch"] = show["inference_batch_size"]
         texts["queue"] = f"{latest['learner_queue_size']}/{max_queue_size}"
         texts["lag"] = "/".join(show[f"policy_lag_{name}"] for name in ("min", "mean", "max"))

@@ -46,6 +46,26 @@ Nest<Array> copy_state(const Nest<Array>& state) {
 
 }  // namespace
 
+// Counts a stream's wait for as long as it lives.
+class ActorPool::Timer {
+ public:
+  Timer(ActorPool* pool, size_t index, Wait wait) : pool_(pool), actor_(pool->actors_[index]) {
+    std::lock_guard lock(pool_->mutex_);
+    actor_.wait = wait;
+    actor_.wait_began = Clock::now();
+  }
+  ~Timer() {
+    std::lock_guard lock(pool_->mutex_);
+    pool_->waits_[*actor_.wait] += Clock::now() - actor_.wait_began;
+    actor_.wait.reset();
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  ActorPool* pool_;
+  Actor& actor_;
+};
+
 ActorPool::ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
                      std::shared_ptr<DynamicBatcher> inference_batcher,
                      std::vector<std::string> addresses, const Nest<Array>& initial_agent_state,
@@ -172,21 +192,31 @@ void ActorPool::serve(size_t index, Seconds* pause) {
     while (true) {
       Nest<Array> initial_agent_state = state;
       for (int64_t t = 1; t <= unroll_length_; ++t) {
-        Nest<Array> answer = inference_batcher_->compute(
-            Nest<Array>::Tuple{rollout.env_outputs(t - 1), std::move(state)}, &stopped_);
+        Nest<Array> answer = [&] {
+          const Timer timer(this, index, kInference);
+          return inference_batcher_->compute(
+              Nest<Array>::Tuple{rollout.env_outputs(t - 1), std::move(state)}, &stopped_);
+        }();
         if (!answer.is_tuple() || answer.tuple().size() != 2) {
           throw std::invalid_argument("outputs should be a pair: agent outputs, new agent state");
         }
         const Nest<Array>& agent_outputs = answer.tuple()[0];
         rollout.set_agent_outputs(t, agent_outputs);  // which checks them
-        stream->write(action_of(agent_outputs), Seconds(options_.step_timeout_s));
         state = std::move(answer.tuple()[1]);
-        rollout.set_env_outputs(t, stream->read());
+        const rpcenv::Step& next = [&]() -> const rpcenv::Step& {
+          const Timer timer(this, index, kEnvironments);
+          stream->write(action_of(agent_outputs), Seconds(options_.step_timeout_s));
+          return stream->read();
+        }();
+        rollout.set_env_outputs(t, next);
         count_ += num_envs;
       }
       *pause = kFirstPause;  // it works
-      learner_queue_->enqueue(Nest<Array>::Tuple{rollout.finish(), std::move(initial_agent_state)},
-                              true, &stopped_);
+      Nest<Array>::Tuple finished{rollout.finish(), std::move(initial_agent_state)};
+      {
+        const Timer timer(this, index, kLearner);
+        learner_queue_->enqueue(std::move(finished), true, &stopped_);
+      }
       rollout.begin();
     }
   } catch (const WireError& error) {
@@ -277,6 +307,16 @@ void ActorPool::report(std::string event) {
     events_.push_back(std::move(event));
   }
   changed_.notify_all();
+}
+
+std::array<double, ActorPool::kNumWaits> ActorPool::waits() {
+  std::lock_guard lock(mutex_);
+  auto waits = waits_;
+  const auto now = std::chrono::steady_clock::now();
+  for (const Actor& actor : actors_) {
+    if (actor.wait) waits[*actor.wait] += now - actor.wait_began;
+  }
+  return {waits[kInference].count(), waits[kEnvironments].count(), waits[kLearner].count()};
 }
 
 std::optional<std::string> ActorPool::next_event() {

@@ -2,6 +2,7 @@
 // The actors: one thread a stream to an environment server.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -60,6 +61,12 @@ class ActorPool : public std::enable_shared_from_this<ActorPool> {
   // Streams that were lost and have come back.
   int64_t num_reconnects() const { return num_reconnects_; }
 
+  // What streams wait for: answers of inference, their servers' next rows, room in the learner's
+  // queue.
+  enum Wait { kInference, kEnvironments, kLearner, kNumWaits };
+  // Seconds of all streams together since the start, waits that go on included.
+  std::array<double, kNumWaits> waits();
+
   // Blocks for the next thing that happened to a server, in words; nullopt after the end of run().
   std::optional<std::string> next_event();
 
@@ -68,7 +75,10 @@ class ActorPool : public std::enable_shared_from_this<ActorPool> {
     std::shared_ptr<EnvStream> stream;  // held here so that other threads can cancel it
     bool connected = false;
     int64_t num_connections = 0;  // so far
+    std::optional<Wait> wait;
+    std::chrono::steady_clock::time_point wait_began;
   };
+  class Timer;
 
   void act(size_t index);
   void serve(size_t index, std::chrono::duration<double>* pause);
@@ -98,7 +108,8 @@ class ActorPool : public std::enable_shared_from_this<ActorPool> {
   // What all servers must say: as asked for, else as the first one does.
   std::optional<int64_t> num_envs_;
   std::optional<std::string> spaces_;
-  std::optional<std::string> row_;  // a description
+  std::optional<std::string> row_;                                // a description
+  std::array<std::chrono::duration<double>, kNumWaits> waits_{};  // that are over
   std::deque<std::string> events_;
   size_t num_running_ = 0;
   bool started_ = false;

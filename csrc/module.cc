@@ -256,6 +256,18 @@ PYBIND11_MODULE(_C, m) {
       .def("count", &ActorPool::count, "Environment steps so far.")
       .def("num_connected", &ActorPool::num_connected, "Streams that have a server now.")
       .def("num_reconnects", &ActorPool::num_reconnects)
+      .def(
+          "waits",
+          [](ActorPool& pool) {
+            const auto waits = pool.waits();
+            py::dict result;
+            result["inference"] = waits[ActorPool::kInference];
+            result["environments"] = waits[ActorPool::kEnvironments];
+            result["learner"] = waits[ActorPool::kLearner];
+            return result;
+          },
+          "Seconds that all streams together have waited so far: for inference, for their "
+          "environments' next rows, and for the learner, that is, for room in its queue.")
       .def("next_event", &next_event,
            "Wait for the next thing that happened to a server, in words. Raises StopIteration "
            "after the end of run().");

@@ -1302,3 +1302,38 @@ def test_a_pool_that_never_ran_can_be_dropped():
     del pool
     queue.close()
     batcher.close()
+
+
+# ---------------------------------------------------------------------------- what takes the time
+
+
+def test_what_actors_wait_for_is_told(start):
+    def act_slowly(*inputs):
+        time.sleep(0.02)
+        return act_zero(*inputs)
+
+    def obey_slowly(requests, context):
+        for message in obey()(requests, context):
+            time.sleep(0.02)
+            yield message
+
+    def waits(speak, agent):
+        server = start(FakeServer(speak))
+        rig = start(Rig([server.address], agent, columns=2))
+        rig.columns(10)
+        return rig.pool.waits()
+
+    slow_inference = waits(obey(), act_slowly)
+    assert slow_inference.keys() == {"inference", "environments", "learner"}
+    assert slow_inference["inference"] >= 5 * T * 0.02 > slow_inference["environments"] > 0
+    slow_environments = waits(obey_slowly, act_zero)
+    assert slow_environments["environments"] >= 5 * T * 0.02 > slow_environments["inference"] > 0
+
+
+def test_actors_that_wait_for_the_learner_tell_it(start):
+    server = start(FakeServer(obey()))
+    rig = start(Rig([server.address], act_zero, columns=2, limit=2))
+    wait_until(lambda: rig.queue.size() == 2)
+    time.sleep(0.5)
+    rig.columns(6)
+    assert rig.pool.waits()["learner"] >= 0.3

@@ -233,6 +233,9 @@ def take_and_release_all(rig, times=2):
 def test_actor_killed_while_it_waits_for_free_buffers_locks_nobody_out(make_rig):
     rig = make_rig(num_actors=3, num_buffers=8)
     wait_until(lambda: rig.actors.num_full() == 8)  # so all of them wait
+    waited = rig.actors.seconds_waited()
+    time.sleep(0.2)
+    assert rig.actors.seconds_waited() >= waited + 3 * 0.2
     rig.kill(1)
     take_and_release_all(rig)
 

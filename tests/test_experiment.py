@@ -453,3 +453,38 @@ def test_without_a_signal_nothing_is_set():
     with experiment.stop_on_signals(stop) as caught:
         pass
     assert caught == [] and not stop.is_set()
+
+
+def test_seconds_become_shares_of_the_time_since_the_last_call(monkeypatch):
+    clock = [10.0]
+    monkeypatch.setattr(experiment.time, "monotonic", lambda: clock[0])
+    shares = experiment.TimeShares()
+    clock[0] = 12.0
+    assert shares(a=1.0, b=0.5) == {"a": 0.5, "b": 0.25}
+    clock[0] = 16.0
+    assert shares(a=1.0, b=4.5) == {"a": 0.0, "b": 1.0}
+
+
+def test_a_stopwatch_counts_all_threads_and_what_goes_on(monkeypatch):
+    clock = [10.0]
+    monkeypatch.setattr(experiment.time, "monotonic", lambda: clock[0])
+    stopwatch = experiment.Stopwatch()
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait():
+        with stopwatch:
+            entered.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert entered.wait(30)
+    with stopwatch:
+        clock[0] = 12.0
+        assert stopwatch.seconds() == 4.0
+    clock[0] = 13.0
+    assert stopwatch.seconds() == 5.0
+    leave.set()
+    thread.join()
+    clock[0] = 20.0
+    assert stopwatch.seconds() == 5.0

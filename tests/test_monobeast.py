@@ -85,7 +85,17 @@ def test_logs_go_forward_and_never_hold_a_nan(learned):
     wanted = {"mean_episode_return", "mean_game_return", "total_loss", "pg_loss", "baseline_loss"}
     wanted |= {"entropy_loss", "grad_norm", "learning_rate", "full_buffers", "actor_restarts"}
     wanted |= {"policy_lag_min", "policy_lag_mean", "policy_lag_max", "steps_per_second"}
+    wanted |= {"learner_wait", "actor_wait"}
     assert wanted <= rows[0].keys()
+
+
+def test_shares_of_time_spent_waiting_are_told(learned):
+    savedir, _, output = learned
+    rows = read_rows(savedir / "first")
+    assert any(column(rows, "learner_wait"))
+    for key in ("learner_wait", "actor_wait"):
+        assert all(0 <= share <= 1 for share in column(rows, key))
+    assert re.search(r"wait learner \d+% actors \d+%", output)
 
 
 def test_figures_are_empty_before_the_first_episode(learned):
@@ -102,7 +112,8 @@ def test_screen_tells_steps_frames_returns_queue_and_lag(learned):
     line = [line for line in learned[2].splitlines() if "steps/s" in line][-1]
     number = r"-?[\d,.e+-]+"
     pattern = rf"100\.0% \| {number} steps \| {number} steps/s \({number} frames/s\) "
-    pattern += rf"\| return {number} \| game {number} \| loss {number} \| full \d+/24 "
+    pattern += rf"\| return {number} \| game {number} \| loss {number} "
+    pattern += r"\| wait learner \d+% actors \d+% \| full \d+/24 "
     pattern += rf"\| lag {number}/{number}/{number} \| left 0:00:00"
     assert re.search(pattern, line), line
 

@@ -131,7 +131,18 @@ def test_logs_go_forward_and_never_hold_a_nan(learned):
     wanted |= {"entropy_loss", "grad_norm", "learning_rate", "steps_per_second"}
     wanted |= {"inference_batch_size", "learner_queue_size", "connected_actors", "reconnects"}
     wanted |= {"policy_lag_min", "policy_lag_mean", "policy_lag_max"}
+    wanted |= {"learner_wait", "actor_wait_inference", "actor_wait_environments"}
+    wanted |= {"actor_wait_learner"}
     assert wanted <= rows[0].keys()
+
+
+def test_shares_of_time_spent_waiting_are_told(learned):
+    rows = read_rows(learned["savedir"] / "first")
+    for key in ("learner_wait", "actor_wait_inference", "actor_wait_environments"):
+        assert any(column(rows, key))
+        assert all(0 <= share <= 1 for share in column(rows, key))
+    text = out(learned["savedir"] / "first")
+    assert re.search(r"wait learner \d+% actors \d+%/\d+%/\d+%", text)
 
 
 def test_figures_of_servers_batches_and_queue_are_true(learned):
@@ -147,7 +158,8 @@ def test_screen_tells_steps_frames_returns_batch_queue_and_lag(learned):
     line = [line for line in learned["output"].splitlines() if "steps/s" in line][-2]
     number = r"-?[\d,.e+-]+"
     pattern = rf"\d+\.\d% \| {number} steps \| {number} steps/s \({number} frames/s\) "
-    pattern += rf"\| return {number} \| game {number} \| loss {number} \| batch {number} "
+    pattern += rf"\| return {number} \| game {number} \| loss {number} "
+    pattern += rf"\| wait learner \d+% actors \d+%/\d+%/\d+% \| batch {number} "
     pattern += rf"\| queue \d/8 \| lag {number}/{number}/{number} \| actors 2/2 \| left \d+:\d\d"
     assert re.search(pattern, line), line
 
