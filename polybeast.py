@@ -227,6 +227,8 @@ class AtariNet(nn.Module):
           mode, else the most probable), and the recurrent state after the last row.
         """
         x = inputs["frame"].flatten(0, 1)  # [T * B, C, H, W]
+        if torch.is_autocast_enabled(x.device.type):  # at once, instead of by way of float32
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         x = x.contiguous(memory_format=torch.channels_last) / 255
         x = self.conv(x).permute(0, 2, 3, 1)  # as it lies in memory: no copy, and none backward
         x = F.relu(self.fc(x.flatten(1)))
@@ -274,7 +276,7 @@ def autocast(flags, device):
 
 def to_float32(outputs):
     """Return what the model has answered in full precision, whichever it computed in."""
-    return map_nest(lambda x: x.float() if x.is_floating_point() else x, outputs)
+    return map_nest(lambda x: x.float() if x.dtype == torch.bfloat16 else x, outputs)
 
 
 def compute_policy_gradient_loss(logits, actions, advantages, mask):

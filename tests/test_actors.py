@@ -178,11 +178,14 @@ def test_frames_rewards_and_actions_of_a_rollout_line_up(make_rig, env):
         assert len(set(rows["action"][1:])) == 3
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("use_lstm", [False, True], ids=["feed-forward", "lstm"])
 def test_rollouts_hold_what_the_model_answered_with_the_weights_of_their_version(
-    make_rig, use_lstm
+    make_rig, use_lstm, precision
 ):
-    rig = make_rig(env="Echo", use_lstm=use_lstm, num_buffers=3, batch_size=1)
+    rig = make_rig(env="Echo", use_lstm=use_lstm, num_buffers=3, batch_size=1, precision=precision)
+    # In batches of other sizes, bfloat16 rounds otherwise.
+    tolerance = {"rtol": 0.05, "atol": 0.02} if precision == "bf16" else {}
     collected, published = collect(rig, 4)
     model = catch.Net(catch.Echo().observation_space, 3, use_lstm)
     last_rows = next_state = None
@@ -200,12 +203,15 @@ def test_rollouts_hold_what_the_model_answered_with_the_weights_of_their_version
             for key in rows:
                 assert torch.equal(rows[key][0], last_rows[key]), key
             for s, expected in zip(state, next_state, strict=True):
-                torch.testing.assert_close(s, expected)
+                torch.testing.assert_close(s, expected, **tolerance)
         model.load_state_dict(published[k])
-        outputs, next_state = model(map_nest(lambda x: x[:-1], rows), state)
+        with torch.no_grad(), monobeast.autocast(rig.flags, torch.device("cpu")):
+            outputs, next_state = monobeast.to_float32(
+                model(map_nest(lambda x: x[:-1], rows), state)
+            )
         # The answer to a row stands in the next one, beside what came of it.
         for key in ("policy_logits", "baseline"):
-            torch.testing.assert_close(rows[key][1:], outputs[key])
+            torch.testing.assert_close(rows[key][1:], outputs[key], **tolerance)
         last_rows = map_nest(lambda x: x[-1], rows)
     assert len(state) == (2 if use_lstm else 0)
     assert all(s.any() for s in state)

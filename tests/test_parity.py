@@ -87,3 +87,36 @@ def test_flags_of_both_have_the_same_meaning_and_default():
     for name in (mono.keys() & poly.keys()) - ours:
         assert mono[name].default == poly[name].default, name
         assert mono[name].help == poly[name].help, name
+
+
+@pytest.mark.parametrize("model", ["shallow", "deep"])
+@pytest.mark.parametrize("use_lstm", [False, True])
+def test_bf16_gives_the_loss_and_the_gradients_of_fp32_to_its_tolerance(model, use_lstm):
+    torch.manual_seed(1)
+    net = polybeast.AtariNet(SPACE, A, use_lstm, model)
+    for layer in (net.policy, net.baseline):  # a real policy, real values
+        torch.nn.init.normal_(layer.weight, std=0.05)
+    batch = make_batch(3)
+    gradients, figures = [], []
+    for precision in ("fp32", "bf16"):
+        flags = polybeast.parser.parse_args(["--precision", precision])
+        net.zero_grad()
+        loss, all_figures = polybeast.compute_loss(flags, net, batch, net.initial_state(3))
+        loss.backward()
+        assert all(f.dtype in (torch.float32, torch.int64) for f in all_figures.values())
+        gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+        figures.append(torch.stack([f.double() for f in all_figures.values()]))
+    # bfloat16 has 8 bits of precision, and a hundred rows average them out.
+    torch.testing.assert_close(figures[1], figures[0], rtol=0.02, atol=0.2)
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.995
+    assert 0.97 < gradients[1].norm() / gradients[0].norm() < 1.03
+
+
+def test_weights_stay_float32_in_bf16():
+    flags = monobeast.parser.parse_args(["--precision", "bf16"])
+    net = monobeast.AtariNet(SPACE, A)
+    before = net.fc.weight.clone()
+    optimizer = torch.optim.RMSprop(net.parameters(), lr=1e-4)
+    monobeast.learn(flags, net, make_batch(1), (), optimizer)
+    assert all(p.dtype == torch.float32 for p in net.parameters())
+    assert 0 < (net.fc.weight - before).abs().max() < 1e-2

@@ -1093,6 +1093,39 @@ def test_answers_tell_the_version_of_the_weights_that_gave_them():
     assert max(sizes) <= 10
 
 
+def test_answers_in_bf16_are_of_the_newest_weights():
+    class OneLayer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def forward(self, inputs, agent_state):
+            value = self.layer(inputs["reward"].unsqueeze(-1)).squeeze(-1)
+            assert value.dtype == torch.bfloat16
+            return {"action": torch.zeros(value.shape, dtype=torch.int64), "value": value}, ()
+
+    model = OneLayer()
+    weights = polybeast.PublishedWeights(model)
+    batcher = libtorchbeast.DynamicBatcher(batch_dim=1)
+    flags = polybeast.parser.parse_args(["--precision", "bf16"])
+
+    def answer():
+        device = torch.device("cpu")
+        with polybeast.autocast(flags, device):
+            polybeast.inference(OneLayer(), batcher, weights, device, [])
+
+    thread = Thread(answer)
+    for weight in (1.0, 2.0, 3.0):
+        nn.init.constant_(model.layer.weight, weight)
+        nn.init.zeros_(model.layer.bias)
+        weights.publish(model)
+        outputs, _ = batcher.compute(({"reward": torch.full((1, 2), 10.0)}, ()))
+        assert outputs["value"].tolist() == [[10 * weight] * 2]
+        assert outputs["value"].dtype == torch.float32
+    batcher.close()
+    thread.result()
+
+
 # ----------------------------------------------------------------------- time limits over the wire
 
 T, PERIOD = 5, 8  # seven steps, the last of them to the limit, and the reset
