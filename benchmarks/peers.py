@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many agent steps a second does learning make, next to other libraries on this machine?
+
+    python benchmarks/peers.py [--repeats 3] [--seconds 40] [flags of monobeast.py]
+    python benchmarks/peers.py --peers rllib --flags "runners=1 batch=640"    try other settings
+
+Each program learns Pong with the shallow net, one after the other and over again, so that a slow
+minute slows all of them. Counted are steps that were learned from, for `--seconds`, after a third
+of that to warm up. On first use (or with --setup alone) each peer gets a virtual environment of its
+own in `--folder`, of the versions below; what does not install or start is reported with the
+reason. The peers' drivers are in benchmarks/peers. Linux only. Prints Markdown.
+"""
+
+import argparse
+import contextlib
+import os
+import pathlib
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import typing
+import uuid
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import ale_py  # noqa: E402
+import gymnasium as gym  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from environments import print_header  # noqa: E402
+from whole import measure_whole  # noqa: E402
+
+import monobeast  # noqa: E402
+
+OURS = {"monobeast": [], "monobeast, fp32": ["--precision", "fp32"]}
+START_SECONDS = 120  # that a program may take to its first update
+STOP_SECONDS = 15  # to end by itself
+
+
+class PeerError(Exception):
+    """A peer did not install, start or learn."""
+
+
+class Peer(typing.NamedTuple):
+    requirements: str
+    command: str  # behind the virtual environment's python, from benchmarks/peers
+    differences: tuple = ()  # the cells of DIFFERENCES
+
+
+DIFFERENCES = ["algorithm", "steps an update", "epochs", "environments", "processes", "besides"]
+SB3 = "torch==2.13.0 stable-baselines3[extra]==2.9.2 ale-py==0.12.1"
+PEERS = {
+    "sample_factory": Peer(
+        "torch==2.13.0 sample-factory==2.1.1 ale-py==0.10.1",
+        "sample_factory_appo.py",
+        (
+            *("asynchronous PPO, no V-trace", 640, 1, 32),
+            "2 that step, 1 for inference, 1 that learns, main",
+            "Adam",
+        ),
+    ),
+    "rllib": Peer(
+        "torch==2.13.0 ray[rllib]==2.60.0 ale-py==0.12.1 opencv-python-headless==5.0.0.93",
+        "rllib_impala.py",
+        (
+            *("IMPALA, new API stack", 500, 1, 16),
+            "2 that step and infer, main learns, Ray's own",
+            "Adam; resizes each of the 4 frames; float32 frames",
+        ),
+    ),
+    "torchrl": Peer(
+        "torch==2.13.0 torchrl==0.14.1 torchvision==0.28.0 gymnasium==1.4.0 ale-py==0.12.1 "
+        "hydra-core==1.3.8 tqdm==4.70.1",
+        "torchrl_impala.py",
+        (
+            *("IMPALA, the package's recipe", 640, 1, 2),
+            "2 that step and infer, main learns",
+            "RMSProp; one environment a process; float32 frames, normalized; the recipe drops "
+            "every 33rd rollout, which is not counted",
+        ),
+    ),
+    "sb3-a2c": Peer(
+        SB3,
+        "sb3.py",
+        ("A2C, in turns", 320, 1, 16, "16 that step, main infers and learns", "RMSProp"),
+    ),
+    "sb3-ppo": Peer(
+        SB3,
+        "sb3.py ppo=1 envs=8 rollout=128",
+        (
+            *("PPO, in turns, as CleanRL's", "1024, in 4 minibatches", 4, 8),
+            "8 that step, main infers and learns",
+            "Adam",
+        ),
+    ),
+    # Its only version here is of 2020: it needs gym before 0.22, whose games have no wheel for
+    # Python 3.11. Newer scripts are in its repository only.
+    "cleanrl": Peer(
+        "torch==2.13.0 cleanrl==0.4.8 opencv-python-headless==5.0.0.93",
+        "-m cleanrl.ppo_atari --gym-id PongNoFrameskip-v4",
+    ),
+}
+
+
+def set_up(name, folder):
+    """Make the peer's virtual environment, unless it is there; return its python."""
+    venv = folder / name.split("-")[0]
+    python = venv / "bin" / "python"
+    installed = venv / "requirements.txt"
+    requirements = "\n".join(PEERS[name].requirements.split())
+    if installed.exists() and installed.read_text() == requirements:
+        return python
+    print(f"Installing {name} in {venv}", file=sys.stderr)
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    (venv / "wanted.txt").write_text(requirements)
+    command = [python, "-m", "pip", "install", "-q", "-r", venv / "wanted.txt"]
+    pip = subprocess.run(command, capture_output=True, text=True, check=False)
+    if pip.returncode:
+        raise PeerError(f"does not install: {last_error(pip.stderr)}")
+    (venv / "wanted.txt").rename(installed)
+    return python
+
+
+def last_error(output):
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"error", line, re.IGNORECASE)]
+    return re.sub(r" \(/.*\)", "", (errors or lines or ["no output"])[-1])[:200]
+
+
+def processes_of(mark):
+    """Return ids and command lines of all processes with this mark in their environment.
+
+    Neither a process group nor parents lead to all of them: Ray's processes leave both.
+    """
+    pids = {}
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes():
+                pids[int(folder.name)] = (folder / "cmdline").read_bytes()
+    return pids
+
+
+def stop(process, mark):
+    """Interrupt the program; what is left of it after a while is killed."""
+    process.send_signal(signal.SIGINT)
+    begin = time.time()
+    while pids := processes_of(mark):
+        process.poll()  # so that it does not remain as a zombie
+        late = time.time() > begin + STOP_SECONDS
+        for pid, line in pids.items() if late else ():
+            # These two remove what others left in /dev/shm, and end when the others have ended.
+            cleaner = b"resource_tracker" in line or b"torch_shm_manager" in line
+            if not cleaner or time.time() > begin + 2 * STOP_SECONDS:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.5)
+    process.wait()
+
+
+def measure_peer(name, python, flags, seconds):
+    """Run the peer; return its steps/s after a third of the time to warm up."""
+    mark = f"BENCHMARK_OF_PEERS={uuid.uuid4()}"
+    key, value = mark.split("=")
+    command = [python, *shlex.split(PEERS[name].command), *flags]
+    if command[1].endswith(".py"):
+        command[1] = ROOT / "benchmarks" / "peers" / command[1]
+    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
+        # All that it writes goes to the folder, also what is for the home folder. One thread a
+        # process: with more processes than cores, threads that wait for each other cost a lot.
+        environ = os.environ | {key: value, "HOME": folder, "TMPDIR": folder}
+        environ["OMP_NUM_THREADS"] = "1"
+        process = subprocess.Popen(command, env=environ, cwd=folder, stdout=log, stderr=log)
+        begin, ticks = time.time(), []  # ticks: (step, time) after warming up
+        try:
+            while not ticks or ticks[-1][1] < ticks[0][1] + seconds:
+                time.sleep(1)
+                ended = process.poll() is not None
+                log.seek(0)
+                output = log.read()
+                found = re.findall(r"steps (\d+) ([\d.]+)\n", output)
+                ticks = [(int(step), float(at)) for step, at in found if int(step) > 0]
+                if ended:
+                    raise PeerError(f"does not run: {last_error(output)}")
+                latest = ticks[-1][1] if ticks else begin
+                ticks = [tick for tick in ticks if tick[1] >= ticks[0][1] + seconds / 3]
+                if time.time() > latest + START_SECONDS:
+                    raise PeerError(f"no update in {START_SECONDS} s: {last_error(output)}")
+        finally:
+            stop(process, mark)
+    return (ticks[-1][0] - ticks[0][0]) / (ticks[-1][1] - ticks[0][1])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--repeats", type=int, default=3, help="rounds (default: 3)")
+    parser.add_argument("--seconds", type=float, default=40, help="for a program (default: 40)")
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
+    parser.add_argument("--flags", default="", help="for the drivers of all peers")
+    parser.add_argument("--setup", action="store_true", help="install the peers, measure nothing")
+    parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build" / "peers")
+    options, arguments = parser.parse_known_args()
+    folder = options.folder.expanduser().resolve()
+    flags = monobeast.parser.parse_args(arguments)  # so that a wrong flag is known now
+
+    reasons, pythons = {}, {}
+    for name in options.peers:
+        try:
+            pythons[name] = set_up(name, folder)
+        except PeerError as error:
+            reasons[name] = str(error)
+
+    if options.setup:
+        sys.exit("\n".join(f"{name} {reason}" for name, reason in reasons.items()) or None)
+
+    print_header(ale_py, gym, np, torch)
+    print(f"- PongNoFrameskip-v4, median of {options.repeats} rounds", flush=True)
+    rates = {name: [] for name in [*OURS, *pythons]}
+    for _ in range(options.repeats):
+        for name, precision in OURS.items():
+            whole = measure_whole(monobeast, arguments + precision, options.seconds)
+            rates[name].append(whole)
+        for name in [name for name in pythons if name not in reasons]:
+            try:
+                extra = shlex.split(options.flags)
+                rates[name].append(measure_peer(name, pythons[name], extra, options.seconds))
+            except PeerError as error:
+                reasons[name] = str(error)
+            print(name, rates[name], reasons.get(name, ""), file=sys.stderr)
+
+    print("\n| agent steps/s | median | lowest | highest | ours to it |\n|---|---|---|---|---|")
+    for name, values in rates.items():
+        if name in reasons:
+            continue
+        numbers = [statistics.median(values), min(values), max(values)]
+        ours = rates["monobeast"]
+        ratio = statistics.median(a / b for a, b in zip(ours, values, strict=True))
+        print("|", " | ".join([name, *map("{:,.0f}".format, numbers), f"{ratio:.2f}"]), "|")
+
+    print(
+        "\nAll: on the CPU, peers in fp32; 84x84 gray frames, stacks of 4, frame skip 4; convolutions of 32"
+    )
+    print("8x8/4, 64 4x4/2, 64 3x3/1, then 512, policy and baseline.\n")
+    print("| |", " | ".join([*DIFFERENCES, "versions"]), "|")
+    print("|---" * (len(DIFFERENCES) + 2) + "|")
+    steps, envs = flags.batch_size * flags.unroll_length, flags.num_actors * flags.envs_per_actor
+    processes = f"{flags.num_actors} that step and infer, main learns"
+    net = "RMSProp; the net also gets last action and reward"
+    ours = ["monobeast", "IMPALA", steps, 1, envs, processes, net, "above"]
+    print("|", " | ".join(map(str, ours)), "|")
+    for name, peer in PEERS.items():
+        if name in options.peers and name not in reasons:
+            print("|", " | ".join(map(str, [name, *peer.differences, peer.requirements])), "|")
+    for name, reason in reasons.items():
+        print(f"\n{name} ({PEERS[name].requirements}) {reason}")
+
+
+if __name__ == "__main__":
+    main()

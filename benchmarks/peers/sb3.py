@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stable-Baselines3's A2C or PPO, printing the steps learned from.
+
+Further arguments, NAME=NUMBER, change SETTINGS.
+"""
+
+import sys
+import time
+
+import ale_py  # noqa: F401 (registers the games)
+import torch
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_atari_env
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack
+
+SETTINGS = {
+    "ppo": 0,  # 0: A2C
+    "envs": 16,
+    "processes": 1,  # one an environment; 0: all in the main process
+    "rollout": 20,  # steps of an environment an update
+    "epochs": 4,  # of PPO
+    "minibatch": 256,  # of PPO
+    "threads": 1,  # of the main process
+}
+
+
+class Progress(BaseCallback):
+    def _on_rollout_start(self):
+        print("steps", self.num_timesteps, time.time(), flush=True)
+
+    def _on_step(self):
+        return True
+
+
+def main():
+    s = SETTINGS | {k: int(v) for k, v in (arg.split("=") for arg in sys.argv[1:])}
+    torch.set_num_threads(s["threads"])
+    vec_env_cls = SubprocVecEnv if s["processes"] else DummyVecEnv
+    envs = make_atari_env("PongNoFrameskip-v4", s["envs"], vec_env_cls=vec_env_cls)
+    envs = VecFrameStack(envs, 4)
+    if s["ppo"]:
+        options = {"n_epochs": s["epochs"], "batch_size": s["minibatch"]}
+        model = PPO("CnnPolicy", envs, n_steps=s["rollout"], device="cpu", **options)
+    else:
+        model = A2C("CnnPolicy", envs, n_steps=s["rollout"], device="cpu")
+    model.learn(10**9, callback=Progress())
+
+
+if __name__ == "__main__":
+    main()
