@@ -242,10 +242,8 @@ def main():
         ratio = statistics.median(a / b for a, b in zip(ours, values, strict=True))
         print("|", " | ".join([name, *map("{:,.0f}".format, numbers), f"{ratio:.2f}"]), "|")
 
-    print(
-        "\nAll: on the CPU, peers in fp32; 84x84 gray frames, stacks of 4, frame skip 4; convolutions of 32"
-    )
-    print("8x8/4, 64 4x4/2, 64 3x3/1, then 512, policy and baseline.\n")
+    print("\nAll: on the CPU, the peers in fp32; 84x84 gray frames, stacks of 4, frame skip 4;")
+    print("convolutions of 32 8x8/4, 64 4x4/2, 64 3x3/1, then 512, policy and baseline.\n")
     print("| |", " | ".join([*DIFFERENCES, "versions"]), "|")
     print("|---" * (len(DIFFERENCES) + 2) + "|")
     steps, envs = flags.batch_size * flags.unroll_length, flags.num_actors * flags.envs_per_actor
