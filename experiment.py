@@ -40,7 +40,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 # Of this call alone, never taken over from a checkpoint.
 _CALL_FLAGS = (
     *("mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "num_buffers"),
-    *("pipes_basename", "write_profiler_trace"),
+    *("pipes_basename", "write_profiler_trace", "autotune"),
 )
 
 
@@ -77,6 +77,17 @@ def parse_flags(parser, argv=None):
     xpid, flags = flags.xpid, parser.parse_args(argv, argparse.Namespace(**known))
     flags.xpid = xpid
     return flags
+
+
+def command_words(parser, flags):
+    """Return the words of a command line which tell the parser what is not at its default."""
+    words = []
+    for action in parser._actions:
+        value = getattr(flags, action.dest, None)
+        if value not in (None, action.default):
+            words += action.option_strings[:1]
+            words += [] if action.nargs == 0 else [str(value)]
+    return words
 
 
 def run_path(flags):

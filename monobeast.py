@@ -40,6 +40,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import atari_wrappers
+import autotune
 import evaluate
 import experiment
 import vtrace
@@ -70,6 +71,9 @@ run.add_argument("--disable_cuda", action="store_true", help="Learn on the CPU."
 run.add_argument("--precision", choices=["fp32", "bf16"],
                  help="Of the net's layers up to the LSTM, in actors and learner; all else is "
                  "float32. By default bf16 where the machine multiplies in it, else fp32.")
+run.add_argument("--autotune", action="store_true",
+                 help="First find, in about a minute, the fastest num_actors and envs_per_actor "
+                 "for this machine; those on the command line stay.")
 run.add_argument("--num_episodes", default=10, type=int, help="Whole games that a test plays.")
 run.add_argument("--greedy", action="store_true",
                  help="In a test, take the most probable action instead of sampling.")
@@ -454,6 +458,12 @@ def check_flags(flags):
         flags.precision = experiment.fastest_precision(get_device(flags))
 
 
+def tuned_flags(flags):
+    """Return what --autotune varies, and where it begins."""
+    num_cores = len(os.sched_getaffinity(0))
+    return {"envs_per_actor": flags.envs_per_actor, "num_actors": num_cores}
+
+
 def train(flags):
     check_flags(flags)
     experiment.keep_freed_memory()
@@ -610,6 +620,8 @@ def train(flags):
 def main(argv=None):
     flags = experiment.parse_flags(parser, argv)
     if flags.mode == "train":
+        if flags.autotune:
+            autotune.tune(flags, parser, argv, check_flags, tuned_flags)
         return train(flags)
     evaluate.test(flags, create_env, Net)
     return 0

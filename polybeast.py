@@ -41,6 +41,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import atari_wrappers
+import autotune
 import evaluate
 import experiment
 import libtorchbeast
@@ -79,6 +80,10 @@ run.add_argument("--disable_cuda", action="store_true", help="Learn on the CPU."
 run.add_argument("--precision", choices=["fp32", "bf16"],
                  help="Of the net's layers up to the LSTM, in actors and learner; all else is "
                  "float32. By default bf16 where the machine multiplies in it, else fp32.")
+run.add_argument("--autotune", action="store_true",
+                 help="First find, in about a minute, the fastest num_servers (num_actors, where "
+                 "servers run already), envs_per_stream and, with a GPU, num_inference_threads "
+                 "for this machine; those on the command line stay.")
 run.add_argument("--num_episodes", default=10, type=int, help="Whole games that a test plays.")
 run.add_argument("--greedy", action="store_true",
                  help="In a test, take the most probable action instead of sampling.")
@@ -467,6 +472,19 @@ def check_flags(flags):
         flags.precision = experiment.fastest_precision(get_device(flags))
 
 
+def tuned_flags(flags):
+    """Return what --autotune varies, and where it begins."""
+    num_envs = flags.envs_per_stream or polybeast_env.parser.get_default("envs_per_stream")
+    start = {"envs_per_stream": num_envs}
+    if flags.server_addresses:
+        start["num_actors"] = flags.num_actors or len(expand_addresses(flags.server_addresses))
+    else:
+        start["num_servers"] = len(os.sched_getaffinity(0))
+    if get_device(flags).type == "cuda":
+        start["num_inference_threads"] = flags.num_inference_threads
+    return start
+
+
 def train(flags):
     check_flags(flags)
     libtorchbeast.ActorPool  # noqa: B018 - where it is not built, this says how to build it
@@ -476,7 +494,8 @@ def train(flags):
     experiment.seed_generators([flags.seed, 0])
     if flags.server_addresses:
         return train_on(flags, expand_addresses(flags.server_addresses), None)
-    with local_servers(ENV_SCRIPT, polybeast_env.parser, flags) as (addresses, process):
+    words = experiment.command_words(polybeast_env.parser, flags)
+    with local_servers(flags, ENV_SCRIPT, *words) as (addresses, process):
         return train_on(flags, addresses, process)
 
 
@@ -707,6 +726,8 @@ def train_on(flags, addresses, process):
 def main(argv=None):
     flags = experiment.parse_flags(parser, argv)
     if flags.mode == "train":
+        if flags.autotune:
+            autotune.tune(flags, parser, argv, check_flags, tuned_flags)
         return train(flags)
     evaluate.test(flags, polybeast_env.create_env, functools.partial(Net, model=flags.model))
     return 0

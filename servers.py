@@ -68,21 +68,16 @@ def expand_addresses(text):
 
 
 @contextlib.contextmanager
-def local_servers(script, parser, flags):
+def local_servers(flags, script, *words):
     """Start servers on this machine, yield their addresses and their process, and end them.
 
     Args:
-      script: path of polybeast_env.py, or of a fork of it.
-      parser: its parser; `flags` say by the same names what is not at its default.
+      flags: of the learner.
+      script, words: path of polybeast_env.py, or of a fork of it, and its command line.
     """
     with tempfile.TemporaryDirectory(prefix="polybeast-") as folder:
         address = flags.pipes_basename or f"unix:{folder}/server"
-        command = [sys.executable, script, "--server_address", address, "--end_with_stdin"]
-        for action in parser._actions:
-            value = getattr(flags, action.dest, None)
-            if value not in (None, action.default):
-                command += action.option_strings[:1]
-                command += [] if action.nargs == 0 else [str(value)]
+        command = [sys.executable, script, "--server_address", address, "--end_with_stdin", *words]
         logging.info("Starting environment servers: %s", " ".join(command))
         # In a process group of its own, since a Ctrl-C is for the learner, which still needs them.
         process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
