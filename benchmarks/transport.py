@@ -16,6 +16,7 @@ import os
 import pathlib
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -164,6 +165,13 @@ def cpu_seconds(pids):
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         ticks += int(fields[11]) + int(fields[12])  # utime and stime
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def descendants(pid):
+    """Return the ids of a process's children, their children and so on."""
+    command = ["pgrep", "-P", str(pid)]
+    children = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return [d for child in map(int, children) for d in (child, *descendants(child))]
 
 
 def read_status(pid, key):

@@ -1,20 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast is a whole program, next to what its parts allow on these cores?
+"""How fast is a whole program, where does a step's time go, and what is the bottleneck?
 
     python benchmarks/whole.py [--repeats 3] [flags of monobeast.py]
     python benchmarks/whole.py --program polybeast [flags of polybeast.py]
+    python benchmarks/whole.py --program both [flags that both have]
 
-In each round every part is measured alone on one core, the other cores being idle: stepping the
-environments, inference in batches of `--envs_per_actor` (or `--envs_per_stream`), and learning from
-batches of `--batch_size` rollouts; then the whole program. If one step needs e + i + l seconds of a
-core for the three, then n cores cannot make more than n / (e + i + l) steps a second; `share` is
-how much of that the whole reaches. With a GPU, learning is measured there and does not count for
-the cores. Seconds are wall-clock time. Prints Markdown.
+In each round the whole program runs, then each part alone on one core, in the precision that the
+program uses:
+
+- environments: stepping them with either --env_backend, of which the faster one counts;
+- inference: in batches of --envs_per_actor, or as large as PolyBeast's were in the mean;
+- learning: from batches of --batch_size rollouts;
+- transport: what passes rows and rollouts on, with nothing behind it. MonoBeast: into shared memory
+  and out of it. PolyBeast: transport.py's mocks, both sides of the wire;
+- weights: publishing them, and fetching them as often as actors or inference threads do.
+
+Parts are timed by CPU time, the whole program by the clock. If a step needs e + i + l seconds of a
+core for environment, inference and learning, then n cores cannot make more than n / (e + i + l)
+steps a second: that is what the parts allow, and `share` how much of it the whole reaches.
+"elsewhere" is the core time of the whole that no part accounts for: cores that wait, memory and
+caches that are shared, other programs. What a GPU does is timed by the clock and counts for no
+core; then the parts allow no more than the slowest of cores, inference and learning.
+
+The bottleneck is the largest part; with a GPU, the side that waits least for the other, as the
+program's own log has it. Prints Markdown.
 """
 
 import argparse
+import contextlib
+import copy
 import csv
+import functools
 import itertools
+import math
 import multiprocessing
 import os
 import pathlib
@@ -32,110 +50,235 @@ import ale_py  # noqa: E402
 import gymnasium as gym  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import transport  # noqa: E402
 from environments import print_header  # noqa: E402
+from net import rate_of, rate_of_inference, rate_of_learning  # noqa: E402
 
 import experiment  # noqa: E402
 import monobeast  # noqa: E402
 import polybeast  # noqa: E402
 import polybeast_env  # noqa: E402
-from environment import Environments, map_nest  # noqa: E402
+from environment import EnvError, map_nest  # noqa: E402
+
+PROGRAMS = {"monobeast": monobeast, "polybeast": polybeast}
 
 
-def rate_of(function, steps_a_call, seconds):
-    """Return steps/s of calling `function` for so long, after a fifth of that to warm up."""
-    for limit in (seconds / 5, seconds):
-        begin, calls = time.perf_counter(), 0
-        while time.perf_counter() < begin + limit:
-            function()
-            calls += 1
-    return calls * steps_a_call / (time.perf_counter() - begin)
+def get_num_envs(program, flags):
+    """Return how many environments an actor, or a stream, steps as one batch."""
+    return (flags.envs_per_stream or 8) if program is polybeast else flags.envs_per_actor
 
 
-def make_actor(flags):
+def make_actor(program, flags):
     """Return environments and model as one actor, or stream, of the program has them."""
-    poly = hasattr(flags, "envs_per_stream")
-    create_env = polybeast_env.create_env if poly else monobeast.create_env
-    num_envs = (flags.envs_per_stream or 8) if poly else flags.envs_per_actor
-    environments = Environments(lambda: create_env(flags), num_envs, [1])
+    source = polybeast_env if program is polybeast else monobeast
+    environments = source.create_environments(flags, get_num_envs(program, flags), [1], "actor")
     arguments = (environments.observation_space, environments.num_actions, flags.use_lstm)
-    if poly:
-        return environments, polybeast.Net(*arguments, flags.model)
-    return environments, monobeast.Net(*arguments)
+    if program is polybeast:
+        return environments, program.Net(*arguments, flags.model)
+    return environments, program.Net(*arguments)
 
 
-def measure_environments(flags, seconds):
-    environments, model = make_actor(flags)
+def measure_environments(program, flags, num_rows, seconds, backend):
+    flags.env_backend = backend
+    try:
+        environments, model = make_actor(program, flags)
+    except EnvError:
+        return math.nan  # not every environment is one of ale-py's
     environments.initial()
-    random = np.random.default_rng(1)
     N = environments.num_envs
-    actions = itertools.cycle(random.integers(model.num_actions, size=(999, N)))
-    return rate_of(lambda: environments.step(next(actions)), N, seconds)
+    actions = np.random.default_rng(1).integers(model.num_actions, size=(999, N))
+    actions = itertools.cycle(actions)
+    return rate_of(lambda: environments.step(next(actions)), N, seconds, time.process_time)
 
 
-@torch.inference_mode()
-def measure_inference(flags, seconds):
-    environments, model = make_actor(flags)
-    inputs = map_nest(lambda a: torch.from_numpy(a).unsqueeze(0), environments.initial())
-    agent_state = model.initial_state(environments.num_envs)
-    return rate_of(lambda: model(inputs, agent_state), environments.num_envs, seconds)
+def measure_inference(program, flags, num_rows, seconds):
+    environments, model = make_actor(program, flags)
+    device = program.get_device(flags) if program is polybeast else torch.device("cpu")
+    space = environments.observation_space
+    return rate_of_inference(program, flags, model, space, num_rows, device, seconds)
 
 
-def measure_learning(flags, seconds):
-    environments, model = make_actor(flags)
-    T, B = flags.unroll_length, flags.batch_size
+def measure_learning(program, flags, num_rows, seconds):
+    environments, model = make_actor(program, flags)
+    return rate_of_learning(program, flags, model, environments.observation_space, seconds)
+
+
+def measure_transport(program, flags, num_rows, seconds):
+    environments, model = make_actor(program, flags)
+    if program is monobeast:
+        return rate_of_shared_memory(flags, environments, model, seconds)
+    case = transport.Case(
+        flags.env,
+        environments.observation_space.shape,
+        environments.stack_size,
+        flags.num_actors or flags.num_servers,
+        environments.num_envs,
+        flags.num_servers,
+        tcp=False,
+    )
+    measurement = transport.measure(case, seconds)
+    return 1e6 / (measurement.learner_us + measurement.servers_us)
+
+
+def rate_of_shared_memory(flags, environments, model, seconds):
+    """Write rows into the rollout buffers as `act` does, and batch them as the learner does."""
+    N, T, B = environments.num_envs, flags.unroll_length, flags.batch_size
     row = environments.initial()
-    inputs = map_nest(lambda a: torch.from_numpy(a[:1]).unsqueeze(0), row)
-    output, _ = model(inputs, model.initial_state(1))
-    batch = {
-        key: value.detach().expand(T + 1, B, *value.shape[2:]).clone()
-        for key, value in (inputs | output).items()
-    }
-    batch["done"][:] = False
-    device = torch.device("cuda" if torch.cuda.is_available() and not flags.disable_cuda else "cpu")
-    model.to(device)
-    batch = {key: value.to(device) for key, value in batch.items()}
-    agent_state = tuple(state.to(device) for state in model.initial_state(B))
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-5)
-    learn = monobeast.learn
-    return rate_of(lambda: learn(flags, model, batch, agent_state, optimizer), T * B, seconds)
+    with torch.no_grad():
+        sample = map_nest(lambda a: torch.from_numpy(a[:1]).unsqueeze(0), row)
+        agent_output, agent_state = model(sample, model.initial_state(1))
+    buffers = monobeast.create_buffers(flags, sample, agent_output, agent_state)["rows"]
+    arrays = map_nest(lambda b: b.numpy(), buffers)
+    row = row | {key: np.zeros_like(arrays[key][:N, 0]) for key in agent_output}
+    batch = map_nest(lambda b: torch.empty(T + 1, B, *b.shape[2:], dtype=b.dtype), buffers)
+    free, columns = itertools.cycle(range(flags.num_buffers)), itertools.cycle(range(B))
+
+    def pass_rollouts_on():
+        indices = np.array([next(free) for _ in range(N)])
+        for t in range(T + 1):
+            map_nest(lambda a, v: a.__setitem__((indices, t), v), arrays, row)  # noqa: B023
+        for m in indices:
+            i = next(columns)
+            map_nest(lambda x, b: x[:, i].copy_(b[m]), batch, buffers)  # noqa: B023
+
+    return rate_of(pass_rollouts_on, N * T, seconds, time.process_time)
 
 
-PARTS = {
-    "environments": measure_environments,
+def measure_weights(program, flags, num_rows, seconds):
+    """Publish a batch's new weights, and fetch them as often as is done meanwhile."""
+    environments, actor_model = make_actor(program, flags)
+    device = program.get_device(flags)
+    model = copy.deepcopy(actor_model).to(device)
+    loads = max(1, flags.batch_size // environments.num_envs)  # before each rollout
+    if program is polybeast:
+        loads = flags.num_inference_threads
+        actor_model.to(device)
+    weights = program.PublishedWeights(model)
+
+    def pass_weights_on():
+        weights.publish(model)
+        for _ in range(loads):
+            weights.load_into(actor_model)
+
+    steps = flags.unroll_length * flags.batch_size
+    with torch.no_grad():
+        return rate_of(pass_weights_on, steps, seconds, time.process_time)
+
+
+ENVIRONMENTS = {
+    f"environments, {backend}": functools.partial(measure_environments, backend=backend)
+    for backend in ("gym", "ale_vector")
+}
+PARTS = ENVIRONMENTS | {
     "inference": measure_inference,
     "learning": measure_learning,
+    "transport": measure_transport,
+    "weights": measure_weights,
 }
 
 
-def measure_part(name, flags, seconds, pipe):
+def measure_part(name, program, flags, num_rows, seconds, pipe):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     experiment.keep_freed_memory()
-    pipe.send(PARTS[name](flags, seconds))
+    pipe.send(PARTS[name](PROGRAMS[program], flags, num_rows, seconds))
+
+
+def measure_apart(*arguments):
+    """Measure a part in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    pipe, far_end = context.Pipe()
+    process = context.Process(target=measure_part, args=(*arguments, far_end))
+    process.start()
+    far_end.close()  # so that recv raises if the process dies
+    rate = pipe.recv()
+    process.join()
+    return rate
 
 
 def measure_whole(program, arguments, seconds):
-    """Run the program; return its steps/s after a third of the time to warm up."""
+    """Run the program; return its steps/s and the means of what it logs, after a third as long."""
     with tempfile.TemporaryDirectory() as savedir:
         command = [sys.executable, program.__file__, "--savedir", savedir]
         command += ["--xpid", "benchmark", "--disable_checkpoint", *arguments]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         logs = pathlib.Path(savedir) / "benchmark" / "logs.csv"
-        ticks = []
+        ticks, busy = [], []  # rows; times and CPU seconds so far
         while process.poll() is None and (
-            not ticks or ticks[-1][0] < ticks[0][0] + 4 / 3 * seconds
+            not ticks or float(ticks[-1]["_time"]) < float(ticks[0]["_time"]) + 4 / 3 * seconds
         ):
             time.sleep(1)
+            if ticks and float(ticks[-1]["_time"]) >= float(ticks[0]["_time"]) + seconds / 3:
+                pids = [process.pid, *transport.descendants(process.pid)]
+                with contextlib.suppress(FileNotFoundError):  # one that has just ended
+                    busy.append((time.monotonic(), transport.cpu_seconds(pids)))
             if logs.exists():
                 with open(logs, newline="") as file:
-                    rows = [row for row in csv.DictReader(file) if int(row["step"]) > 0]
-                ticks = [(float(row["_time"]), int(row["step"])) for row in rows]
+                    ticks = [row for row in csv.DictReader(file) if int(row["step"]) > 0]
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate()
-    if not ticks:
-        sys.exit(errors)
-    ticks = [tick for tick in ticks if tick[0] >= ticks[0][0] + seconds / 3]
-    return (ticks[-1][1] - ticks[0][1]) / (ticks[-1][0] - ticks[0][0])
+    ticks = [row for row in ticks if float(row["_time"]) >= float(ticks[0]["_time"]) + seconds / 3]
+    if len(ticks) < 2 or len(busy) < 2:
+        sys.exit(f"{errors}\nThe program has logged too little for a rate: see above.")
+    steps, elapsed = (float(ticks[-1][k]) - float(ticks[0][k]) for k in ("step", "_time"))
+    keys = [key for key in ticks[0] if "_wait" in key or key == "inference_batch_size"]
+    log = {key: statistics.mean(float(row[key] or 0) for row in ticks[1:]) for key in keys}
+    (begin, before), (end, after) = busy[0], busy[-1]
+    return steps / elapsed, log | {"busy_cores": (after - before) / (end - begin)}
+
+
+def name_waits(log):
+    """Say who waits for whom in the whole program, and which side therefore limits it."""
+    learner = log["learner_wait"]
+    actors = log.get("actor_wait_learner", log.get("actor_wait"))
+    text = f"{log['busy_cores']:.2f} of {len(os.sched_getaffinity(0))} cores are busy; the learner "
+    text += f"waits {learner:.0%} of the time, an actor {actors:.0%} for the learner"
+    waits = {what: log.get(f"actor_wait_{what}") for what in ("inference", "environments")}
+    if None in waits.values():  # MonoBeast's actors do both themselves
+        return text, "the learner" if learner < actors else "the actors"
+    text += "".join(f", {share:.0%} for {what}" for what, share in waits.items())
+    return text, "the learner" if learner < actors else f"the actors' {max(waits, key=waits.get)}"
+
+
+def report(program, flags, rates, log):
+    """Print a program's table and its bottleneck."""
+    cores = len(os.sched_getaffinity(0))
+    rate = {name: statistics.median(values) for name, values in rates.items()}
+    whole = rate["whole program"]
+    fastest = max(ENVIRONMENTS, key=lambda name: np.nan_to_num(rate[name]))
+    on_gpu = []
+    if program.get_device(flags).type == "cuda":
+        on_gpu = ["inference", "learning"] if program is polybeast else ["learning"]
+    counted = [name for name in (fastest, *list(PARTS)[len(ENVIRONMENTS) :]) if name not in on_gpu]
+    us = {name: 1e6 / value for name, value in rate.items()}
+    us["whole program"] *= cores
+    us["elsewhere"] = us["whole program"] - sum(us[name] for name in counted)
+
+    print("\n| part | steps/s | lowest | highest | us of a core a step | share |")
+    print("|---|---|---|---|---|---|")
+    for name in [*rates, "elsewhere"]:
+        spread = [rate[name], min(rates[name]), max(rates[name])] if name in rates else []
+        cells = [f"{number:,.0f}" for number in spread] or [""] * 3
+        share = f"{us[name] / us['whole program']:.0%}"
+        if name in on_gpu:
+            cells += ["", f"{whole / rate[name]:.0%} of the GPU's time"]
+        else:
+            counts = name in [*counted, "whole program", "elsewhere"]
+            cells += [f"{us[name]:,.1f}", share if counts else ""]
+        print("|", " | ".join([name, *cells]), "|")
+
+    busy = sum(us[name] for name in (fastest, "inference", "learning") if name not in on_gpu)
+    allowed = min([1e6 * cores / busy, *(rate[name] for name in on_gpu)])
+    waits, side = name_waits(log)
+    part = max(counted, key=us.get)
+    print(f"\n- Parts allow {allowed:,.0f} steps/s on {cores} cores; share: {whole / allowed:.2f}")
+    print(f"- In the whole program {waits}")
+    if on_gpu:
+        print(f"- Bottleneck: {side}: that side waits least", flush=True)
+    else:
+        taken = f"{us[part] / us['whole program']:.0%} of a step's core time"
+        more = ", though more goes elsewhere" if us["elsewhere"] > us[part] else ""
+        print(f"- Bottleneck: {part}, with {taken}{more}", flush=True)
 
 
 def main():
@@ -143,37 +286,35 @@ def main():
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument("--seconds", type=float, default=10, help="for a part (default: 10)")
     parser.add_argument("--whole_seconds", type=float, default=45, help="(default: 45)")
-    parser.add_argument("--program", default="monobeast", choices=["monobeast", "polybeast"])
+    parser.add_argument("--program", default="monobeast", choices=[*PROGRAMS, "both"])
+    parser.add_argument("--only_whole", action="store_true", help="leave the parts out")
     options, arguments = parser.parse_known_args()
-    program = {"monobeast": monobeast, "polybeast": polybeast}[options.program]
-    flags = program.parser.parse_args(arguments)
     print_header(ale_py, gym, np, torch)
-    print(f"- {flags.env}, median of {options.repeats} rounds", flush=True)
-
-    rates = {name: [] for name in [*PARTS, "whole program", "parts allow", "share"]}
-    context = multiprocessing.get_context("spawn")
-    for _ in range(options.repeats):
-        for name in PARTS:
-            pipe, far_end = context.Pipe()
-            arguments_of_part = (name, flags, options.seconds, far_end)
-            process = context.Process(target=measure_part, args=arguments_of_part)
-            process.start()
-            far_end.close()  # so that recv raises if the process dies
-            rates[name].append(pipe.recv())
-            process.join()
-        rates["whole program"].append(measure_whole(program, arguments, options.whole_seconds))
-        busy = list(PARTS)
-        if torch.cuda.is_available() and not flags.disable_cuda:
-            busy.remove("learning")
-        seconds_a_step = sum(1 / rates[name][-1] for name in busy)
-        rates["parts allow"].append(len(os.sched_getaffinity(0)) / seconds_a_step)
-        rates["share"].append(rates["whole program"][-1] / rates["parts allow"][-1])
-
-    print("\n| agent steps/s | median | lowest | highest |\n|---|---|---|---|")
-    for name, values in rates.items():
-        form = "{:.2f}" if name == "share" else "{:,.0f}"
-        numbers = [statistics.median(values), min(values), max(values)]
-        print("|", " | ".join([name, *map(form.format, numbers)]), "|")
+    for program_name in PROGRAMS if options.program == "both" else [options.program]:
+        program = PROGRAMS[program_name]
+        flags = program.parser.parse_args(arguments)
+        program.check_flags(flags)
+        what = f"{program_name}, {flags.env}, {flags.precision}, {program.get_device(flags)}"
+        print(f"\n- {what}, median of {options.repeats} rounds", flush=True)
+        parts = [] if options.only_whole else PARTS
+        rates, logs = {name: [] for name in [*parts, "whole program"]}, []
+        for _ in range(options.repeats):
+            rate, log = measure_whole(program, arguments, options.whole_seconds)
+            rates["whole program"].append(rate)
+            logs.append(log)
+            num_rows = round(log.get("inference_batch_size", 0)) or get_num_envs(program, flags)
+            for name in parts:
+                rate = measure_apart(name, program_name, flags, num_rows, options.seconds)
+                rates[name].append(rate)
+        log = {key: statistics.mean(each[key] for each in logs) for key in logs[0]}
+        if parts:
+            report(program, flags, rates, log)
+            continue
+        waits, side = name_waits(log)
+        rates = sorted(rates["whole program"])
+        spread = f"{statistics.median(rates):,.0f} steps/s ({rates[0]:,.0f} to {rates[-1]:,.0f})"
+        batch = log.get("inference_batch_size", get_num_envs(program, flags))
+        print(f"- {spread}; {waits}; {batch:.1f} rows an inference; bottleneck: {side}", flush=True)
 
 
 if __name__ == "__main__":

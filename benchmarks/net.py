@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast are the nets alone: learning by batch size, inference by rows, in each precision?
+
+    python benchmarks/net.py [--seconds 3] [--nets deep,shallow] [--batch_sizes 8,32,128,512]
+                             [--rows 16,64,512] [--precisions fp32,bf16] [--disable_cuda]
+
+Calls `learn` of polybeast.py on random rollouts that lie on the device already, and its net on rows
+that come from the CPU and are answered there, as in its inference. On the GPU if there is one, with
+the highest use of its memory in brackets (in fp32, PyTorch lets its convolutions compute in TF32);
+else on one core, in agent steps a second of CPU time. `--trace FILE` profiles ten updates of the
+first net, precision and batch size instead. Prints Markdown.
+"""
+
+import argparse
+import pathlib
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import gymnasium as gym  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from environments import print_header  # noqa: E402
+
+import experiment  # noqa: E402
+import polybeast  # noqa: E402
+from environment import empty_observation, map_nest  # noqa: E402
+
+NUM_ACTIONS = 6  # of Pong
+
+
+def rate_of(function, steps_a_call, seconds, clock=time.perf_counter):
+    """Return steps/s of calling `function` for so long, after a fifth of that to warm up."""
+    for limit in (seconds / 5, seconds):
+        end, begin, calls = time.perf_counter() + limit, clock(), 0
+        while calls == 0 or time.perf_counter() < end:
+            function()
+            calls += 1
+    return calls * steps_a_call / (clock() - begin)
+
+
+def clock_of(device):
+    """Return how to count seconds: on a CPU those of the CPU, as other programs disturb less."""
+    return time.process_time if device.type == "cpu" else time.perf_counter
+
+
+def random_rows(space, num_actions, T, B):
+    """Return what the model looks at, tensors [T, B, ...], with random frames."""
+    frames = map_nest(torch.from_numpy, empty_observation(space, T * B))
+    false = torch.zeros(T, B, dtype=torch.bool)
+    return {
+        "frame": map_nest(lambda x: x.random_().view(T, B, *x.shape[1:]), frames),
+        "reward": torch.zeros(T, B),
+        "done": false,
+        "truncated": false,
+        "terminated": false,
+        "last_action": torch.randint(num_actions, (T, B)),
+    }
+
+
+def make_learning(program, flags, model, space):
+    """Return a function that takes one step of the optimizer with the program's `learn`."""
+    T, B = flags.unroll_length, flags.batch_size
+    device = program.get_device(flags)
+    model.to(device)
+    batch = random_rows(space, model.num_actions, T + 1, B)
+    batch["action"] = torch.randint(model.num_actions, (T + 1, B))
+    batch["policy_logits"] = torch.zeros(T + 1, B, model.num_actions)
+    batch, agent_state = map_nest(lambda x: x.to(device), (batch, model.initial_state(B)))
+    # So small a step that the weights stay what they are: the data mean nothing.
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-8)
+    return lambda: program.learn(flags, model, batch, agent_state, optimizer)
+
+
+def rate_of_learning(program, flags, model, space, seconds):
+    learning = make_learning(program, flags, model, space)
+    clock = clock_of(program.get_device(flags))
+    return rate_of(learning, flags.unroll_length * flags.batch_size, seconds, clock)
+
+
+@torch.no_grad()
+def rate_of_inference(program, flags, model, space, num_rows, device, seconds):
+    """Return answers/s, of so many rows at once, there and back again."""
+    model.to(device)
+    rows = random_rows(space, model.num_actions, 1, num_rows)
+    agent_state = model.initial_state(num_rows)
+
+    def infer():
+        inputs = map_nest(lambda x: x.to(device), (rows, agent_state))
+        map_nest(lambda x: x.cpu(), program.to_float32(model(*inputs)))
+
+    with program.autocast(flags, device):  # around all calls, so that weights are cast but once
+        return rate_of(infer, num_rows, seconds, clock_of(device))
+
+
+def write_trace(path, learning):
+    """Profile ten updates: a trace for chrome://tracing, and a table of the longest operators."""
+    for _ in range(5):
+        learning()
+    with torch.profiler.profile() as profiler:
+        for _ in range(10):
+            learning()
+    profiler.export_chrome_trace(path)
+    what = "cuda" if torch.cuda.is_available() else "cpu"
+    averages = profiler.key_averages()
+    print(averages.table(sort_by=f"self_{what}_time_total", row_limit=25, max_name_column_width=90))
+
+
+def main():
+    def names(text):
+        return text.split(",") if text else []
+
+    def numbers(text):
+        return [int(name) for name in names(text)]
+
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--nets", default="deep,shallow", type=names, help="of polybeast.py")
+    parser.add_argument("--batch_sizes", default="8,32,128,512", type=numbers, help="rollouts")
+    parser.add_argument("--rows", default="16,32,64,128,256,512", type=numbers, help="at once")
+    parser.add_argument("--precisions", default="fp32,bf16", type=names, help="to compare")
+    parser.add_argument("--unroll_length", default=20, type=int, help="steps in a rollout")
+    parser.add_argument("--seconds", default=3.0, type=float, help="a measurement")
+    parser.add_argument("--disable_cuda", action="store_true", help="measure the CPU")
+    parser.add_argument("--trace", help="profile instead, and write a trace there")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    experiment.keep_freed_memory()
+    space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    flags = polybeast.parser.parse_args(["--disable_cuda"] if options.disable_cuda else [])
+    flags.unroll_length = options.unroll_length
+    device = polybeast.get_device(flags)
+
+    def learning(net, precision, batch_size):
+        flags.precision, flags.batch_size = precision, batch_size
+        model = polybeast.Net(space, NUM_ACTIONS, False, net)
+        return rate_of_learning(polybeast, flags, model, space, options.seconds)
+
+    def inference(net, precision, rows):
+        flags.precision = precision
+        model = polybeast.Net(space, NUM_ACTIONS, False, net)
+        return rate_of_inference(polybeast, flags, model, space, rows, device, options.seconds)
+
+    def measure(function, *arguments):
+        if device.type != "cuda":
+            return f"{function(*arguments):,.0f}"
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        rate = function(*arguments)
+        return f"{rate:,.0f} ({torch.cuda.max_memory_allocated() / 2**30:.1f} GiB)"
+
+    print_header(gym, np, torch)
+    where = torch.cuda.get_device_name() if device.type == "cuda" else "one core"
+    print(f"- {where}; 4x84x84, unroll length {options.unroll_length}\n", flush=True)
+    if options.trace:
+        flags.precision, flags.batch_size = options.precisions[0], options.batch_sizes[0]
+        model = polybeast.Net(space, NUM_ACTIONS, False, options.nets[0])
+        write_trace(options.trace, make_learning(polybeast, flags, model, space))
+        return
+    for function, title, sizes in (
+        (learning, "learning, rollouts a batch", options.batch_sizes),
+        (inference, "inference, rows at once", options.rows),
+    ):
+        columns = [f"{net} {p}" for net in options.nets for p in options.precisions]
+        print("|", " | ".join([title, *columns]), "|")
+        print("|" + "---|" * (1 + len(columns)))
+        for size in sizes:
+            cells = [
+                measure(function, net, precision, size)
+                for net in options.nets
+                for precision in options.precisions
+            ]
+            print("|", " | ".join([f"{size:,}", *cells]), "|", flush=True)
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where do the programs spend their time on a CPU? Flame graphs, and tables of them.
+
+    python benchmarks/profile_cpu.py [--program monobeast] [--seconds 20] [flags of the programs]
+
+Runs each program and samples its main process and the busiest of its other processes (an actor, a
+server), stacks of Python and of C++ together: once for the table, once more for the flame graph.
+Writes PROGRAM-main.svg, PROGRAM-actor.svg and so on into --output, and prints the tables.
+
+py-spy is a tool for this alone, so it stands in no requirements file; where it is not installed,
+pip fetches it into a temporary folder. It samples Python's threads, those that wait included, but
+not the C++ threads of the actor pool and of gRPC. `--tool perf` samples all threads, while they
+run, without names of Python functions and without a flame graph; it is also taken where there is no
+py-spy.
+"""
+
+import argparse
+import collections
+import csv
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from environments import print_header  # noqa: E402
+from transport import cpu_seconds, descendants  # noqa: E402
+
+WORKERS = {"monobeast": "actor", "polybeast": "server"}
+PY_SPY = "py-spy==0.4.3"
+UNNAMED = r"(0x|\[unknown\])"
+# By the function that runs and its file: the first that fits. What has no name is code that oneDNN
+# generates, or, in libc, one of the variants of memmove and memset.
+GROUPS = {
+    "sockets": r"sendmsg|recvmsg|\b(send|recv|readv?|writev?) \(",
+    "convolutions and matrix products": r"\(\?\)|\(perf-\d+\.map\)|dnnl|mkl|gemm|Xbyak|openblas",
+    "OpenMP's barriers": r"libgomp|libiomp",
+    "ALE emulator": r"ale_py",
+    "image scaling": r"cv2|opencv|cv::",
+    "memory copies": rf"memmove|memcpy|memset|{UNNAMED}.*libc\.so|copy_kernel|contig_to_contig",
+    "PyTorch's other kernels (elementwise, reductions)": r"libtorch|libc10",
+    "NumPy": r"numpy",
+    "gRPC, protobuf, our C++": r"grpc|protobuf|absl|upb|_C\.cpython|nest\.cpython",
+    "kernel": r"kernel|\[k\]",
+    "Python": r"libpython|bin/python|\(python|\.py:|\.py\)|\.c:|\.h:",
+    "other": r"",
+}
+# By the function that runs or one of the two that called it; these are tried before the others.
+CALLERS = {
+    "waiting": r"acquire_lock|lock_acquire|futex|epoll|poll \(|\bselect|cond_(timed)?wait|sleep",
+    "locks, wake-ups": r"pthread_(cond|mutex)",
+    "memory allocation, page faults": r"malloc|memalign|\b(c?free\b|(brk|m(un)?map) \()|page_fault",
+}
+
+
+def find_py_spy(folder):
+    """Return the path of py-spy, which may have to be fetched; None if it cannot be."""
+    beside = pathlib.Path(sys.executable).parent / "py-spy"
+    found = str(beside) if beside.exists() else shutil.which("py-spy")
+    if found is None:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, PY_SPY]
+        if subprocess.run(pip, check=False).returncode == 0:
+            found = f"{folder}/bin/py-spy"
+    return found
+
+
+def record_py_spy(py_spy, pid, seconds, svg):
+    """Return stacks and their counts of samples, and draw the flame graph of as many others."""
+    with tempfile.NamedTemporaryFile("r") as raw:
+        for form, path in (("raw", raw.name), ("flamegraph", svg)):
+            command = [py_spy, "record", "--native", "--format", form, "--output", path]
+            command += ["--duration", str(seconds), "--rate", "50", "--pid", str(pid)]
+            subprocess.run(command, check=True, capture_output=True)
+        lines = [line.rsplit(" ", 1) for line in raw.read().splitlines()]
+    return [(stack.split(";"), int(count)) for stack, count in lines]
+
+
+def record_perf(pid, seconds):
+    """Return the same, of all threads and only while they run."""
+    with tempfile.NamedTemporaryFile() as data:
+        record = ["perf", "record", "-e", "cpu-clock", "-F", "99", "-g", "-p", str(pid)]
+        record += ["-o", data.name, "--", "sleep", str(seconds)]
+        subprocess.run(record, check=True, capture_output=True)
+        script = ["perf", "script", "-i", data.name, "-F", "ip,sym,dso"]
+        text = subprocess.run(script, check=True, capture_output=True, text=True).stdout
+    stacks = []
+    for block in text.strip().split("\n\n"):
+        frames = re.findall(r"^\s*[0-9a-f]+ (.+) \((?:.*/)?([^/\n]+)\)$", block, re.MULTILINE)
+        stacks.append(([f"{name} ({file})" for name, file in reversed(frames)] or ["?"], 1))
+    return stacks
+
+
+def group_of(stack):
+    near = ";".join(stack[-3:])
+    for name, pattern in CALLERS.items():
+        if re.search(pattern, near):
+            return name
+    return next(name for name, pattern in GROUPS.items() if re.search(pattern, stack[-1]))
+
+
+def name_of(stack):
+    """Return a short name of the function that runs; what has none goes by its caller's."""
+    leaf = stack[-1]
+    if re.match(UNNAMED, leaf):
+        named = [frame for frame in stack if not re.match(UNNAMED, frame)]
+        leaf = f"unnamed, called by {named[-1]}" if named else "unnamed"
+    kernel = re.search(r"\b\w+_kernel\b", leaf)  # of PyTorch, amid its templates
+    return kernel[0] if kernel else re.sub(r"<.*>", "<>", leaf).replace("|", "/")[:90]
+
+
+def print_tables(title, stacks):
+    total = sum(count for _, count in stacks)
+    groups, functions = collections.Counter(), collections.Counter()
+    for stack, count in stacks:
+        group = group_of(stack)
+        groups[group] += count
+        if group != "waiting":
+            functions[name_of(stack), group] += count
+    busy = max(1, sum(functions.values()))
+    print(f"\n{title}: {total:,} samples\n")
+    print("| group | of all samples | of those that do not wait |\n|---|---|---|")
+    for group, count in groups.most_common():
+        share = "" if group == "waiting" else f"{count / busy:.1%}"
+        print(f"| {group} | {count / total:.1%} | {share} |")
+    print("\n| function by itself | group | of those that do not wait |\n|---|---|---|")
+    for (name, group), count in functions.most_common(12):
+        print(f"| `{name}` | {group} | {count / busy:.1%} |", flush=True)
+
+
+def learns(path):
+    """Return whether the log tells of steps that were learned from."""
+    if not path.exists():
+        return False
+    with open(path, newline="") as file:
+        return any(int(row["step"]) > 0 for row in csv.DictReader(file))
+
+
+def profile(program, options, arguments, record):
+    with tempfile.TemporaryDirectory() as savedir:
+        command = [sys.executable, str(ROOT / f"{program}.py"), "--savedir", savedir]
+        command += ["--xpid", "profile", "--disable_checkpoint", "--disable_cuda", *arguments]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            while not learns(pathlib.Path(savedir) / "profile" / "logs.csv"):
+                if process.poll() is not None:
+                    sys.exit(f"{program}.py has ended: try `{' '.join(command)}`")
+                time.sleep(1)
+            time.sleep(options.warmup)
+            worker = max(descendants(process.pid), key=lambda pid: cpu_seconds([pid]))
+            for name, pid in (("main", process.pid), (WORKERS[program], worker)):
+                svg = pathlib.Path(options.output) / f"{program}-{name}.svg"
+                print_tables(f"{program}.py, {name}", record(pid, options.seconds, str(svg)))
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--program", choices=[*WORKERS, "both"], default="both")
+    parser.add_argument("--seconds", type=int, default=20, help="of a recording (default: 20)")
+    parser.add_argument("--warmup", type=int, default=10, help="seconds from the first update on")
+    parser.add_argument("--output", default="profiles", help="folder (default: profiles)")
+    parser.add_argument("--tool", choices=["py-spy", "perf"], default="py-spy")
+    options, arguments = parser.parse_known_args()
+    pathlib.Path(options.output).mkdir(parents=True, exist_ok=True)
+    print_header(np, torch)
+    with tempfile.TemporaryDirectory() as folder:
+        py_spy = find_py_spy(folder) if options.tool == "py-spy" else None
+        tool = f"{PY_SPY}, 50 samples/s" if py_spy else "perf, 99 samples/s"
+        print(f"- {tool}, {options.seconds} s a process")
+
+        def record(pid, seconds, svg):
+            if py_spy:
+                return record_py_spy(py_spy, pid, seconds, svg)
+            return record_perf(pid, seconds)
+
+        for program in WORKERS if options.program == "both" else [options.program]:
+            profile(program, options, arguments, record)
+
+
+if __name__ == "__main__":
+    main()
