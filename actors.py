@@ -106,8 +106,8 @@ class Actors:
 
     def seconds_waited(self):
         """Return how long actors have waited for free buffers, all of them together."""
-        now = time.monotonic()
         with self._condition:
+            now = time.monotonic()
             return self._seconds_waited + sum(now - since for since in self._waiting.values())
 
     @property
@@ -143,12 +143,16 @@ class Actors:
     def _hand_out(self):  # requires the condition's lock
         while self._waiting and len(self._free) >= self._envs_per_actor and not self._closed:
             actor = next(iter(self._waiting))
-            self._seconds_waited += time.monotonic() - self._waiting.pop(actor)
+            self._end_wait(actor)
             self._held[actor] = [self._free.popleft() for _ in range(self._envs_per_actor)]
             try:
                 self._pipes[actor].send(self._held[actor])
             except OSError:
                 pass  # it has died; the watcher takes the indices back
+
+    def _end_wait(self, actor):  # requires the condition's lock
+        now = time.monotonic()
+        self._seconds_waited += now - self._waiting.pop(actor, now)
 
     def _watch(self):
         # For a fork server that is started anew.
@@ -203,7 +207,7 @@ class Actors:
             self._pipes[actor].close()
             self._free.extend(self._held[actor])
             self._held[actor] = []
-            self._waiting.pop(actor, None)
+            self._end_wait(actor)
         cause, self._tracebacks[actor] = self._tracebacks[actor], None
         if cause is None and process.exitcode < 0:
             cause = f"killed by {signal.Signals(-process.exitcode).name}"

@@ -2,7 +2,8 @@
 """--autotune: how many processes and environments are the fastest on this machine.
 
 A trial is the program itself in a child process, with the flags of the run but a temporary folder.
-Batch size, unroll length and whatever else sets what is learned are never touched.
+Only the speed is to change: batch size, unroll length and the like are not touched, and there are
+bounds to how much the policies' lag can grow with the number of environments.
 """
 
 import argparse
@@ -20,7 +21,8 @@ import time
 
 import experiment
 
-GAIN = 1.03  # times the best rate so far; less might be noise
+GAIN = 1.1  # times the best rate so far; less might be noise, and more environments mean more lag
+MAX_BATCHES = 8  # that all rollouts under way make up: about how many updates the policies lag
 TRIALS_PER_FLAG = 3
 MIN_UPDATES = 20  # of the learner, which count as a whole
 PATIENCE = 120  # seconds for a trial to be measured; most take 10 to 15
@@ -52,6 +54,7 @@ def tune(flags, parser, argv, check_flags, tuned_flags):
             logging.info("Autotune: trying %s", words)
             try:
                 check_flags(argparse.Namespace(**vars(trial)))
+                check_lag(trial)
                 trials[words] = run_trial(trial, parser, stop), ""
             except experiment.FlagError as error:
                 trials[words] = 0, str(error)
@@ -74,6 +77,18 @@ def tune(flags, parser, argv, check_flags, tuned_flags):
     ]  # fmt: skip
     logging.info("Autotune: tried\n%s\nand train with %s", "\n".join(lines), as_words(best))
     vars(flags).update(best)
+
+
+def check_lag(flags):
+    """Refuse so many environments that learning would suffer."""
+    get = vars(flags).get
+    num_processes = get("num_actors") or get("num_servers")
+    num_envs = num_processes * (get("envs_per_actor") or get("envs_per_stream"))
+    if num_envs > MAX_BATCHES * flags.batch_size:
+        raise experiment.FlagError(
+            f"{num_envs} environments make more than {MAX_BATCHES} batches of --batch_size "
+            f"{flags.batch_size} at once, so that the policies would lag"
+        )
 
 
 def search(measure, start):

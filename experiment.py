@@ -85,8 +85,8 @@ def command_words(parser, flags):
     for action in parser._actions:
         value = getattr(flags, action.dest, None)
         if value not in (None, action.default):
-            words += action.option_strings[:1]
-            words += [] if action.nargs == 0 else [str(value)]
+            option = action.option_strings[0]
+            words.append(option if action.nargs == 0 else f"{option}={value}")
     return words
 
 
@@ -187,7 +187,7 @@ class Experiment:
         self._bar = tqdm(
             total=flags.total_steps,
             # A narrower one would cut off the lag and the time left.
-            disable=not (sys.stderr.isatty() and os.get_terminal_size(2).columns >= 150),
+            disable=not (sys.stderr.isatty() and os.get_terminal_size(2).columns >= 190),
             bar_format="{percentage:3.0f}% {bar:10} {desc}",
             dynamic_ncols=True,
         )
@@ -346,56 +346,22 @@ def keep_freed_memory():
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def fastest_precision(device):
-    """Return "bf16" where the device multiplies in bfloat16 by itself, else "fp32"."""
+def has_bf16(device):
+    """Say whether the device multiplies in bfloat16 by itself."""
     if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        features = torch.cpu.get_capabilities()
-        fast = features.get("avx512_bf16") or features.get("amx_bf16")
-    return "bf16" if fast else "fp32"
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    features = torch.cpu.get_capabilities()
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
 
 
-class Stopwatch:
-    """Counts the seconds that threads spend in `with` blocks of it, those going on included."""
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._total, self._since = 0.0, {}  # seconds; when each thread entered
-
-    def __enter__(self):
-        with self._lock:
-            self._since[threading.get_ident()] = time.monotonic()
-
-    def __exit__(self, *_):
-        with self._lock:
-            self._total += time.monotonic() - self._since.pop(threading.get_ident())
-
-    def seconds(self):
-        with self._lock:
-            now = time.monotonic()
-            return self._total + sum(now - since for since in self._since.values())
-
-
-class TimeShares:
-    """Turns seconds that were counted since the start into shares of the time since the last call.
-
-    >>> shares = TimeShares()
-    >>> shares(learner_wait=0.0)
-    {'learner_wait': 0.0}
-    """
-
-    def __init__(self):
-        self._time, self._seconds = time.monotonic(), {}
-
-    def __call__(self, **seconds):
-        now = time.monotonic()
-        elapsed = max(now - self._time, 1e-9)
-        shares = {
-            k: min(1.0, (s - self._seconds.get(k, 0.0)) / elapsed) for k, s in seconds.items()
-        }
-        self._time, self._seconds = now, seconds
-        return shares
+def choose_precision(flags, model_class, devices):
+    """Set flags.precision, where it is open, to what is fastest on all devices of the model."""
+    fast = all(map(has_bf16, devices))
+    if flags.precision is None:
+        knows_bf16 = getattr(model_class, "knows_bf16", False)
+        flags.precision = "bf16" if fast and knows_bf16 else "fp32"
+    elif flags.precision == "bf16" and not fast:
+        logging.warning("--precision bf16 is slower than fp32 on this machine, which emulates it")
 
 
 def seed_generators(seed):

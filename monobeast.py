@@ -47,6 +47,7 @@ import vtrace
 from actors import Actors, live_for_parent, start_fork_server
 from ale_vector import AtariEnvironments
 from environment import EnvError, Environments, map_nest
+from timing import Stopwatch, TimeShares
 
 # fmt: off
 parser = argparse.ArgumentParser(
@@ -132,6 +133,8 @@ def create_environments(flags, num_envs, seed, name):
 
 class AtariNet(nn.Module):
     """The shallow Atari network, with an optional LSTM: policy logits and baseline."""
+
+    knows_bf16 = True  # its last layers stay in float32; else --precision is fp32 by default
 
     def __init__(self, observation_space, num_actions, use_lstm=False):
         super().__init__()
@@ -454,8 +457,8 @@ def check_flags(flags):
         raise experiment.FlagError(f"--seed is {flags.seed}; it must not be negative")
     if flags.seed is None:
         flags.seed = int.from_bytes(os.urandom(4), "little")
-    if flags.precision is None:
-        flags.precision = experiment.fastest_precision(get_device(flags))
+    # Actors compute on the CPU.
+    experiment.choose_precision(flags, Net, [get_device(flags), torch.device("cpu")])
 
 
 def tuned_flags(flags):
@@ -505,8 +508,8 @@ def train(flags):
     errors = []
     lock = threading.Lock()  # guards model, optimizer, scheduler, stats, figures and lags
     figures, lags = {}, []
-    learner_waits = experiment.Stopwatch()  # of all learner threads, for rollouts
-    time_shares = experiment.TimeShares()
+    learner_waits = Stopwatch(flags.num_learner_threads)  # no thread has a batch
+    time_shares = TimeShares()
 
     def start_actor(actor, incarnation, pipe):
         # A restarted actor, or one of a resumed run, must not play the same games again.
@@ -566,7 +569,7 @@ def train(flags):
                 latest[f"policy_lag_{name}"] = function(lags) if lags else None
             lags.clear()
         latest |= time_shares(
-            learner_wait=learner_waits.seconds() / flags.num_learner_threads,
+            learner_wait=learner_waits.seconds(),
             actor_wait=actors.seconds_waited() / flags.num_actors,
         )
         latest["full_buffers"] = actors.num_full()
@@ -576,7 +579,7 @@ def train(flags):
         if flags.episodic_life:
             texts["game"] = show["mean_game_return"]
         texts["loss"] = show.get("total_loss", "-")
-        texts["wait"] = f"learner {latest['learner_wait']:.0%} actors {latest['actor_wait']:.0%}"
+        texts["wait"] = f"{latest['learner_wait']:.0%}/{latest['actor_wait']:.0%}"
         texts["full"] = f"{latest['full_buffers']}/{flags.num_buffers}"
         texts["lag"] = "/".join(show[f"policy_lag_{name}"] for name in ("min", "mean", "max"))
         run_folder.log(step, latest, texts)

@@ -56,6 +56,7 @@ from servers import (
     local_servers,
     query_servers,
 )
+from timing import Stopwatch, TimeShares
 
 # fmt: off
 parser = argparse.ArgumentParser(
@@ -184,6 +185,8 @@ class AtariNet(nn.Module):
 
     `model` is "deep" (residual blocks, Espeholt et al. 2018, figure 3) or "shallow".
     """
+
+    knows_bf16 = True  # its last layers stay in float32; else --precision is fp32 by default
 
     def __init__(self, observation_space, num_actions, use_lstm=False, model="deep"):
         super().__init__()
@@ -387,22 +390,23 @@ class PublishedWeights:
         return version
 
 
-@torch.no_grad()
-def inference(model, batcher, weights, device, batch_sizes):
+def inference(flags, model, batcher, weights, device, batch_sizes):
     """Answer batches of rows, [1, columns, ...], until the batcher is closed.
 
     The version of the weights goes along with each answer, and so into the rollout.
     """
     version = None
-    for batch in batcher:
-        inputs, agent_state = map_nest(lambda x: x.to(device), batch.get_inputs())
-        if version != weights.version:
-            version = weights.load_into(model)
-            torch.clear_autocast_cache()  # which holds the old weights, cast
-        agent_output, agent_state = to_float32(model(inputs, agent_state))
-        agent_output["policy_version"] = torch.full_like(agent_output["action"], version)
-        batch.set_outputs(map_nest(lambda x: x.cpu(), (agent_output, agent_state)))
-        batch_sizes.append(inputs["reward"].shape[1])
+    # Within one autocast the weights are cast once; not so in inference mode.
+    with torch.no_grad(), autocast(flags, device):
+        for batch in batcher:
+            inputs, agent_state = map_nest(lambda x: x.to(device), batch.get_inputs())
+            if version != weights.version:
+                version = weights.load_into(model)
+                torch.clear_autocast_cache()  # of the old weights
+            agent_output, agent_state = to_float32(model(inputs, agent_state))
+            agent_output["policy_version"] = torch.full_like(agent_output["action"], version)
+            batch.set_outputs(map_nest(lambda x: x.cpu(), (agent_output, agent_state)))
+            batch_sizes.append(inputs["reward"].shape[1])
 
 
 def start_profiler(folder):
@@ -468,8 +472,7 @@ def check_flags(flags):
         raise experiment.FlagError(f"--seed is {flags.seed}; it must not be negative")
     if flags.seed is None:
         flags.seed = int.from_bytes(os.urandom(4), "little")
-    if flags.precision is None:
-        flags.precision = experiment.fastest_precision(get_device(flags))
+    experiment.choose_precision(flags, Net, [get_device(flags)])
 
 
 def tuned_flags(flags):
@@ -560,8 +563,8 @@ def train_on(flags, addresses, process):
     errors = []
     lock = threading.Lock()  # guards model, optimizer, scheduler, stats, figures and lags
     figures, lags, batch_sizes = {}, [], []
-    learner_waits = experiment.Stopwatch()  # of all learner threads, for rollouts
-    time_shares = experiment.TimeShares()
+    learner_waits = Stopwatch(flags.num_learner_threads)  # no thread has a batch
+    time_shares = TimeShares()
     profiled = threading.Lock()  # held by the one learner thread that is profiled
 
     inference_batcher = libtorchbeast.DynamicBatcher(
@@ -615,8 +618,7 @@ def train_on(flags, addresses, process):
     def answer():
         torch.set_num_threads(1)
         actor_model = copy.deepcopy(model).to(inference_device)
-        with autocast(flags, inference_device):  # all along, so that weights are cast but once
-            inference(actor_model, inference_batcher, weights, inference_device, batch_sizes)
+        inference(flags, actor_model, inference_batcher, weights, inference_device, batch_sizes)
 
     def tell():
         for event in iter(actors.next_event, None):
@@ -647,9 +649,7 @@ def train_on(flags, addresses, process):
                 latest[f"policy_lag_{name}"] = function(lags) if lags else None
             lags.clear()
         actor_waited = {f"actor_wait_{k}": s / num_actors for k, s in actors.waits().items()}
-        latest |= time_shares(
-            learner_wait=learner_waits.seconds() / flags.num_learner_threads, **actor_waited
-        )
+        latest |= time_shares(learner_wait=learner_waits.seconds(), **actor_waited)
         sizes, batch_sizes[:] = list(batch_sizes), []
         latest["inference_batch_size"] = experiment.mean(sizes)
         latest["learner_queue_size"] = learner_queue.size()
@@ -660,8 +660,8 @@ def train_on(flags, addresses, process):
         if flags.episodic_life:
             texts["game"] = show["mean_game_return"]
         texts["loss"] = show.get("total_loss", "-")
-        waits_of_actors = "/".join(f"{latest[key]:.0%}" for key in actor_waited)
-        texts["wait"] = f"learner {latest['learner_wait']:.0%} actors {waits_of_actors}"
+        waits = ("learner_wait", *actor_waited)
+        texts["wait"] = "/".join(f"{latest[key]:.0%}" for key in waits)
         texts["batch"] = show["inference_batch_size"]
         texts["queue"] = f"{latest['learner_queue_size']}/{max_queue_size}"
         texts["lag"] = "/".join(show[f"policy_lag_{name}"] for name in ("min", "mean", "max"))

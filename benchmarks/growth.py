@@ -70,7 +70,7 @@ def rollout_bytes(case):
 
 
 def max_rollouts(case):
-    """Return how many rollouts, of one environment each, the learner can hold at once.
+    """Return about how many rollouts, of one environment each, the learner holds at most.
 
     Each stream: the one that it writes, or a finished one that the queue has no room for, and a row
     more. The queue: it takes a stream's rollout while it is not full. The learner: a batch, and the

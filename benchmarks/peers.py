@@ -170,7 +170,7 @@ def measure_peer(name, python, flags, seconds):
     command = [python, *shlex.split(PEERS[name].command), *flags]
     if command[1].endswith(".py"):
         command[1] = ROOT / "benchmarks" / "peers" / command[1]
-    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
+    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w") as log:
         # All that it writes goes to the folder, also what is for the home folder. One thread a
         # process: with more processes than cores, threads that wait for each other cost a lot.
         environ = os.environ | {key: value, "HOME": folder, "TMPDIR": folder}
@@ -181,8 +181,8 @@ def measure_peer(name, python, flags, seconds):
             while not ticks or ticks[-1][1] < ticks[0][1] + seconds:
                 time.sleep(1)
                 ended = process.poll() is not None
-                log.seek(0)
-                output = log.read()
+                # By a file of its own, since the program shares the position of this one.
+                output = pathlib.Path(folder, "log").read_text(errors="replace")
                 found = re.findall(r"steps (\d+) ([\d.]+)\n", output)
                 ticks = [(int(step), float(at)) for step, at in found if int(step) > 0]
                 if ended:
@@ -223,8 +223,8 @@ def main():
     rates = {name: [] for name in [*OURS, *pythons]}
     for _ in range(options.repeats):
         for name, precision in OURS.items():
-            whole = measure_whole(monobeast, arguments + precision, options.seconds)
-            rates[name].append(whole)
+            rate, _ = measure_whole(monobeast, arguments + precision, options.seconds)
+            rates[name].append(rate)
         for name in [name for name in pythons if name not in reasons]:
             try:
                 extra = shlex.split(options.flags)
@@ -242,8 +242,9 @@ def main():
         ratio = statistics.median(a / b for a, b in zip(ours, values, strict=True))
         print("|", " | ".join([name, *map("{:,.0f}".format, numbers), f"{ratio:.2f}"]), "|")
 
-    print("\nAll: on the CPU, the peers in fp32; 84x84 gray frames, stacks of 4, frame skip 4;")
-    print("convolutions of 32 8x8/4, 64 4x4/2, 64 3x3/1, then 512, policy and baseline.\n")
+    print("\nAll: on the CPU, one thread a process, the peers in fp32; 84x84 gray frames, stacks")
+    print("of 4, frame skip 4; convolutions of 32 8x8/4, 64 4x4/2, 64 3x3/1, then 512, policy and")
+    print("baseline.\n")
     print("| |", " | ".join([*DIFFERENCES, "versions"]), "|")
     print("|---" * (len(DIFFERENCES) + 2) + "|")
     steps, envs = flags.batch_size * flags.unroll_length, flags.num_actors * flags.envs_per_actor

@@ -259,7 +259,10 @@ PYBIND11_MODULE(_C, m) {
       .def(
           "waits",
           [](ActorPool& pool) {
-            const auto waits = pool.waits();
+            const auto waits = [&] {
+              NoGil no_gil;
+              return pool.waits();
+            }();
             py::dict result;
             result["inference"] = waits[ActorPool::kInference];
             result["environments"] = waits[ActorPool::kEnvironments];

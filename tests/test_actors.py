@@ -212,6 +212,8 @@ def test_rollouts_hold_what_the_model_answered_with_the_weights_of_their_version
         # The answer to a row stands in the next one, beside what came of it.
         for key in ("policy_logits", "baseline"):
             torch.testing.assert_close(rows[key][1:], outputs[key], **tolerance)
+            in_bf16 = torch.equal(rows[key], rows[key].bfloat16().float())
+            assert in_bf16 == (precision == "bf16")
         last_rows = map_nest(lambda x: x[-1], rows)
     assert len(state) == (2 if use_lstm else 0)
     assert all(s.any() for s in state)
@@ -241,9 +243,11 @@ def test_actor_killed_while_it_waits_for_free_buffers_locks_nobody_out(make_rig)
     wait_until(lambda: rig.actors.num_full() == 8)  # so all of them wait
     waited = rig.actors.seconds_waited()
     time.sleep(0.2)
-    assert rig.actors.seconds_waited() >= waited + 3 * 0.2
+    assert rig.actors.seconds_waited() >= waited + 2 * 0.2  # one may have only begun to
+    waited = rig.actors.seconds_waited()
     rig.kill(1)
     take_and_release_all(rig)
+    assert rig.actors.seconds_waited() >= waited
 
 
 def test_all_actors_killed_while_they_wait_are_replaced(make_rig):

@@ -133,7 +133,7 @@ def test_flags_on_the_command_line_win(trials, tmp_path):
 
 
 def test_servers_that_run_already_are_not_multiplied(trials, tmp_path):
-    flags = tune(polybeast, f"--server_addresses a:1-3 --savedir {tmp_path}")
+    flags = tune(polybeast, f"--server_addresses a:1-3 --batch_size 99 --savedir {tmp_path}")
     assert flags.num_servers == 2 and flags.num_actors > 3 and flags.envs_per_stream > 8
     assert {trial.num_servers for trial in trials} == {2}
 
@@ -145,7 +145,16 @@ def test_what_is_learned_and_what_follows_from_the_flags_is_left_alone(trials, t
     changed = {name for name in before if before[name] != after[name]}
     assert changed <= {"num_actors", "envs_per_actor"} and changed
     for trial in trials:
-        assert {n for n in before if before[n] != vars(trial)[n]} <= changed
+        changed = {name for name in before if before[name] != vars(trial)[name]}
+        assert changed <= {"num_actors", "envs_per_actor"}
+
+
+def test_so_many_environments_that_policies_would_lag_are_not_tried(trials, tmp_path, caplog):
+    caplog.set_level("INFO")
+    flags = tune(monobeast, f"--num_actors 2 --batch_size 4 --savedir {tmp_path}")
+    assert flags.envs_per_actor == 16  # as many as make 8 batches
+    assert "skipped" in caplog.text and "64 environments make more than 8 batches" in caplog.text
+    assert max(trial.envs_per_actor for trial in trials) == 16
 
 
 def test_a_combination_that_cannot_work_is_skipped_with_its_reason(trials, tmp_path, caplog):

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import experiment
+import timing
 from experiment import FlagError
 
 
@@ -455,20 +456,23 @@ def test_without_a_signal_nothing_is_set():
     assert caught == [] and not stop.is_set()
 
 
+# ------------------------------------------------------------------------------------ who waits
+
+
 def test_seconds_become_shares_of_the_time_since_the_last_call(monkeypatch):
     clock = [10.0]
-    monkeypatch.setattr(experiment.time, "monotonic", lambda: clock[0])
-    shares = experiment.TimeShares()
+    monkeypatch.setattr(timing.time, "monotonic", lambda: clock[0])
+    shares = timing.TimeShares()
     clock[0] = 12.0
     assert shares(a=1.0, b=0.5) == {"a": 0.5, "b": 0.25}
     clock[0] = 16.0
     assert shares(a=1.0, b=4.5) == {"a": 0.0, "b": 1.0}
 
 
-def test_a_stopwatch_counts_all_threads_and_what_goes_on(monkeypatch):
+def test_a_stopwatch_counts_while_all_threads_wait_also_now(monkeypatch):
     clock = [10.0]
-    monkeypatch.setattr(experiment.time, "monotonic", lambda: clock[0])
-    stopwatch = experiment.Stopwatch()
+    monkeypatch.setattr(timing.time, "monotonic", lambda: clock[0])
+    stopwatch = timing.Stopwatch(2)
     entered, leave = threading.Event(), threading.Event()
 
     def wait():
@@ -479,12 +483,51 @@ def test_a_stopwatch_counts_all_threads_and_what_goes_on(monkeypatch):
     thread = threading.Thread(target=wait)
     thread.start()
     assert entered.wait(30)
+    clock[0] = 11.0
+    assert stopwatch.seconds() == 0  # one of them has something to do
     with stopwatch:
-        clock[0] = 12.0
-        assert stopwatch.seconds() == 4.0
-    clock[0] = 13.0
-    assert stopwatch.seconds() == 5.0
+        clock[0] = 13.0
+        assert stopwatch.seconds() == 2
+        clock[0] = 14.0
+    clock[0] = 20.0
+    assert stopwatch.seconds() == 3
     leave.set()
     thread.join()
-    clock[0] = 20.0
-    assert stopwatch.seconds() == 5.0
+    assert stopwatch.seconds() == 3
+
+
+# ------------------------------------------------------------------------------------- precision
+
+
+@pytest.mark.parametrize(
+    ("wanted", "knows_bf16", "devices", "chosen"),
+    [
+        (None, True, "yes", "bf16"),
+        (None, True, "yes yes", "bf16"),
+        (None, True, "yes no", "fp32"),  # a GPU that has it, actors on a CPU that has not
+        (None, False, "yes", "fp32"),
+        ("fp32", True, "yes", "fp32"),
+        ("bf16", False, "no", "bf16"),
+    ],
+)
+def test_precision_is_what_all_devices_and_the_net_are_good_at_unless_given(
+    monkeypatch, caplog, wanted, knows_bf16, devices, chosen
+):
+    class Net:
+        pass
+
+    if knows_bf16:
+        Net.knows_bf16 = True
+    monkeypatch.setattr(experiment, "has_bf16", lambda device: device == "yes")
+    flags = argparse.Namespace(precision=wanted)
+    experiment.choose_precision(flags, Net, devices.split())
+    assert flags.precision == chosen
+    assert ("slower than fp32" in caplog.text) == (wanted == "bf16")
+
+
+@pytest.mark.parametrize("features", ["avx512_bf16", "amx_bf16", ""])
+def test_a_processor_tells_whether_it_multiplies_in_bfloat16(monkeypatch, features):
+    capabilities = {"avx512_f": True, "avx512_bf16": False, "cpu_name": "x"}
+    capabilities |= {feature: True for feature in features.split()}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert experiment.has_bf16(torch.device("cpu")) == bool(features)

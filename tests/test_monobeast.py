@@ -95,7 +95,7 @@ def test_shares_of_time_spent_waiting_are_told(learned):
     assert any(column(rows, "learner_wait"))
     for key in ("learner_wait", "actor_wait"):
         assert all(0 <= share <= 1 for share in column(rows, key))
-    assert re.search(r"wait learner \d+% actors \d+%", output)
+    assert re.search(r"wait \d+%/\d+% ", output)
 
 
 def test_figures_are_empty_before_the_first_episode(learned):
@@ -113,7 +113,7 @@ def test_screen_tells_steps_frames_returns_queue_and_lag(learned):
     number = r"-?[\d,.e+-]+"
     pattern = rf"100\.0% \| {number} steps \| {number} steps/s \({number} frames/s\) "
     pattern += rf"\| return {number} \| game {number} \| loss {number} "
-    pattern += r"\| wait learner \d+% actors \d+% \| full \d+/24 "
+    pattern += r"\| wait \d+%/\d+% \| full \d+/24 "
     pattern += rf"\| lag {number}/{number}/{number} \| left 0:00:00"
     assert re.search(pattern, line), line
 

@@ -83,7 +83,7 @@ def test_flags_of_both_have_the_same_meaning_and_default():
         {action.dest: action for action in program.parser._actions}
         for program in (monobeast, polybeast)
     )
-    ours = {"num_actors", "num_learner_threads"}  # which mean something else in each
+    ours = {"num_actors", "num_learner_threads", "autotune"}  # which mean something else in each
     for name in (mono.keys() & poly.keys()) - ours:
         assert mono[name].default == poly[name].default, name
         assert mono[name].help == poly[name].help, name
@@ -108,6 +108,7 @@ def test_bf16_gives_the_loss_and_the_gradients_of_fp32_to_its_tolerance(model, u
         figures.append(torch.stack([f.double() for f in all_figures.values()]))
     # bfloat16 has 8 bits of precision, and a hundred rows average them out.
     torch.testing.assert_close(figures[1], figures[0], rtol=0.02, atol=0.2)
+    assert not torch.equal(*gradients)
     assert torch.cosine_similarity(*gradients, dim=0) > 0.995
     assert 0.97 < gradients[1].norm() / gradients[0].norm() < 1.03
 

@@ -142,7 +142,7 @@ def test_shares_of_time_spent_waiting_are_told(learned):
         assert any(column(rows, key))
         assert all(0 <= share <= 1 for share in column(rows, key))
     text = out(learned["savedir"] / "first")
-    assert re.search(r"wait learner \d+% actors \d+%/\d+%/\d+%", text)
+    assert re.search(r"wait \d+%/\d+%/\d+%/\d+% ", text)
 
 
 def test_figures_of_servers_batches_and_queue_are_true(learned):
@@ -159,7 +159,7 @@ def test_screen_tells_steps_frames_returns_batch_queue_and_lag(learned):
     number = r"-?[\d,.e+-]+"
     pattern = rf"\d+\.\d% \| {number} steps \| {number} steps/s \({number} frames/s\) "
     pattern += rf"\| return {number} \| game {number} \| loss {number} "
-    pattern += rf"\| wait learner \d+% actors \d+%/\d+%/\d+% \| batch {number} "
+    pattern += rf"\| wait \d+%/\d+%/\d+%/\d+% \| batch {number} "
     pattern += rf"\| queue \d/8 \| lag {number}/{number}/{number} \| actors 2/2 \| left \d+:\d\d"
     assert re.search(pattern, line), line
 
@@ -1065,9 +1065,10 @@ def test_answers_tell_the_version_of_the_weights_that_gave_them():
             return super().forward(inputs, agent_state)
 
     batcher = libtorchbeast.DynamicBatcher(batch_dim=1, maximum_batch_size=64)
-    sizes, device = [], torch.device("cpu")
+    flags, sizes, device = polybeast.parser.parse_args([]), [], torch.device("cpu")
     threads = [
-        Thread(polybeast.inference, Overtaken(), batcher, weights, device, sizes) for _ in range(2)
+        Thread(polybeast.inference, flags, Overtaken(), batcher, weights, device, sizes)
+        for _ in range(2)
     ]
 
     def ask(num_columns):
@@ -1110,16 +1111,15 @@ def test_answers_in_bf16_are_of_the_newest_weights():
     flags = polybeast.parser.parse_args(["--precision", "bf16"])
 
     def answer():
-        device = torch.device("cpu")
-        with polybeast.autocast(flags, device):
-            polybeast.inference(OneLayer(), batcher, weights, device, [])
+        polybeast.inference(flags, OneLayer(), batcher, weights, torch.device("cpu"), [])
 
     thread = Thread(answer)
     for weight in (1.0, 2.0, 3.0):
         nn.init.constant_(model.layer.weight, weight)
         nn.init.zeros_(model.layer.bias)
         weights.publish(model)
-        outputs, _ = batcher.compute(({"reward": torch.full((1, 2), 10.0)}, ()))
+        inputs = ({"reward": torch.full((1, 2), 10.0)}, ())
+        outputs, _ = Thread(batcher.compute, inputs).result()
         assert outputs["value"].tolist() == [[10 * weight] * 2]
         assert outputs["value"].dtype == torch.float32
     batcher.close()
@@ -1167,7 +1167,8 @@ def over_the_wire():
     environments = batches(lambda: Echo(length=PERIOD - 1, truncates=True), 1)
     with serving(None, ANY_PORT, make_environments=environments) as address:
         actors = libtorchbeast.ActorPool(T, queue, batcher, [address], (), dict_outputs=True)
-        inference = (Table(9 * T + 1), batcher, weights, torch.device("cpu"), [])
+        flags = polybeast.parser.parse_args([])
+        inference = (flags, Table(9 * T + 1), batcher, weights, torch.device("cpu"), [])
         threads = [Thread(actors.run), Thread(polybeast.inference, *inference)]
         (env_outputs, agent_outputs), _ = Thread(next, queue).result()
         queue.close()
