@@ -73,7 +73,7 @@ run.add_argument("--precision", choices=["fp32", "bf16"],
                  help="Of the net's layers up to the LSTM, in actors and learner; all else is "
                  "float32. By default bf16 where the machine multiplies in it, else fp32.")
 run.add_argument("--autotune", action="store_true",
-                 help="First find, in about a minute, the fastest num_actors and envs_per_actor "
+                 help="First find, in a minute or two, the fastest num_actors and envs_per_actor "
                  "for this machine; those on the command line stay.")
 run.add_argument("--num_episodes", default=10, type=int, help="Whole games that a test plays.")
 run.add_argument("--greedy", action="store_true",

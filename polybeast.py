@@ -82,7 +82,7 @@ run.add_argument("--precision", choices=["fp32", "bf16"],
                  help="Of the net's layers up to the LSTM, in actors and learner; all else is "
                  "float32. By default bf16 where the machine multiplies in it, else fp32.")
 run.add_argument("--autotune", action="store_true",
-                 help="First find, in about a minute, the fastest num_servers (num_actors, where "
+                 help="First find, in a minute or two, the fastest num_servers (num_actors, where "
                  "servers run already), envs_per_stream and, with a GPU, num_inference_threads "
                  "for this machine; those on the command line stay.")
 run.add_argument("--num_episodes", default=10, type=int, help="Whole games that a test plays.")
