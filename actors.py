@@ -17,8 +17,10 @@ import time
 from collections import deque
 
 from experiment import STOP_SIGNALS
+from watchdog import PATIENCE, print_stacks_on_signal
 
-MAX_DEATHS, DEATHS_WINDOW = 5, 10 * 60  # deaths of one actor, within seconds, that end the run
+MAX_DEATHS = 5  # of one actor, with no rollout in between, that end the run
+HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)  # which an actor is not ready for at once
 
 
 def start_fork_server():
@@ -34,9 +36,9 @@ def start_fork_server():
     # the whole process group: only the main process decides what to do then. The resource tracker
     # comes first because starting it unblocks the signals.
     multiprocessing.resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
     multiprocessing.forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     return context
 
 
@@ -49,7 +51,8 @@ def live_for_parent():
 
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    print_stacks_on_signal()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
@@ -58,16 +61,22 @@ class Actors:
 
     Each actor has a pipe of its own, through which it gets free indices and returns full ones, so
     that one that is killed, wherever it may stand, locks nobody else out and loses no index. It is
-    replaced by a new process; an actor that dies time and again ends the run.
+    replaced by a new process, and so is one that is silent for too long; an actor that dies time
+    and again ends the run.
 
     Args:
       start: called with (actor, incarnation, pipe); returns a started process.
       num_actors, envs_per_actor, num_buffers: ints.
+      heartbeats: tensor [num_actors] in shared memory, of time.monotonic(): when an actor last did
+        something. While one waits for buffers, that does not matter.
+      stall_timeout_s: PATIENCE times as long may an actor be silent.
     """
 
-    def __init__(self, start, num_actors, envs_per_actor, num_buffers):
+    def __init__(self, start, num_actors, envs_per_actor, num_buffers, heartbeats, stall_timeout_s):
         self._start = start
         self._envs_per_actor = envs_per_actor
+        self._heartbeats = heartbeats.numpy()
+        self._patience = PATIENCE * stall_timeout_s
         self._closing = threading.Lock()  # held by who ends the processes
         self._condition = threading.Condition()  # guards what follows
         self._free = deque(range(num_buffers))
@@ -81,7 +90,8 @@ class Actors:
         # Of the watcher alone, while it runs.
         self._processes = [None] * num_actors
         self._pipes = [None] * num_actors
-        self._deaths = [[] for _ in range(num_actors)]  # times
+        self._deaths = [0] * num_actors
+        self._deaths_in_a_row = [0] * num_actors  # since the last rollout
         self._tracebacks = [None] * num_actors
         self._wake_reader, self._wake_writer = multiprocessing.Pipe(duplex=False)
         self._watcher = threading.Thread(target=self._watch, name="actors", daemon=True)
@@ -112,7 +122,17 @@ class Actors:
 
     @property
     def num_restarts(self):
-        return sum(map(len, self._deaths))
+        return sum(self._deaths)
+
+    def silences(self):
+        """Return a tuple of each actor that has something to do, as a Watchdog wants them."""
+        return [
+            (f"actor {actor}", "steps its environments", seconds, self._processes[actor].pid)
+            for actor, seconds in self._seconds_silent()
+        ]
+
+    def pids(self):
+        return [process.pid for process in self._processes if process is not None]
 
     def check(self):
         """Raise the error that has closed the queues, if there is one."""
@@ -153,17 +173,19 @@ class Actors:
     def _end_wait(self, actor):  # requires the condition's lock
         now = time.monotonic()
         self._seconds_waited += now - self._waiting.pop(actor, now)
+        self._heartbeats[actor] = now
 
     def _watch(self):
         # For a fork server that is started anew.
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
         try:
             for actor in range(len(self._processes)):
                 self._start_process(actor)
             while not self._closed:
+                self._kill_silent()
                 actors = {pipe: actor for actor, pipe in enumerate(self._pipes)}
                 actors |= {p.sentinel: actor for actor, p in enumerate(self._processes)}
-                ready = multiprocessing.connection.wait([self._wake_reader, *actors])
+                ready = multiprocessing.connection.wait([self._wake_reader, *actors], timeout=1)
                 for actor in sorted({actors[r] for r in ready if r is not self._wake_reader}):
                     # Asked for before the messages are read, so that the last ones are not lost.
                     dead = not self._processes[actor].is_alive()
@@ -175,6 +197,21 @@ class Actors:
                 self._closed = True
                 self._condition.notify_all()
 
+    def _seconds_silent(self):
+        now = time.monotonic()
+        with self._condition:
+            return [
+                (actor, now - self._heartbeats[actor])
+                for actor in range(len(self._processes))
+                if actor not in self._waiting and self._processes[actor] is not None
+            ]
+
+    def _kill_silent(self):
+        for actor, seconds in self._seconds_silent():
+            if seconds > self._patience:
+                self._tracebacks[actor] = f"it was silent for {seconds:.0f} s, and so was killed"
+                self._processes[actor].kill()
+
     def _read_messages(self, actor):
         """Handle what the actor has sent; return False where it has failed or closed its end."""
         pipe = self._pipes[actor]
@@ -184,6 +221,8 @@ class Actors:
                 if kind == "error":
                     self._tracebacks[actor] = content
                     return False
+                if content:
+                    self._deaths_in_a_row[actor] = 0
                 with self._condition:
                     self._full.extend(content)
                     self._held[actor] = []
@@ -213,17 +252,17 @@ class Actors:
             cause = f"killed by {signal.Signals(-process.exitcode).name}"
         elif cause is None:
             cause = f"it ended with status {process.exitcode}"
-        now = time.monotonic()
-        self._deaths[actor].append(now)
-        deaths = sum(death > now - DEATHS_WINDOW for death in self._deaths[actor])
-        if deaths >= MAX_DEATHS:
+        self._deaths[actor] += 1
+        self._deaths_in_a_row[actor] += 1
+        if self._deaths_in_a_row[actor] >= MAX_DEATHS:
             raise RuntimeError(
-                f"actor {actor} died {deaths} times within {DEATHS_WINDOW // 60} minutes, most "
+                f"actor {actor} died {MAX_DEATHS} times without a rollout in between, most "
                 f"recently: {cause}"
             )
         logging.error(
-            "Actor %d died and is started anew (death %d; %d within %d minutes end the run): %s",
-            *(actor, deaths, MAX_DEATHS, DEATHS_WINDOW // 60, cause),
+            "Actor %d died and is started anew (death %d; since its last rollout %d, of which %d "
+            "end the run): %s",
+            *(actor, self._deaths[actor], self._deaths_in_a_row[actor], MAX_DEATHS, cause),
         )
         self._start_process(actor)
         with self._condition:
@@ -231,7 +270,8 @@ class Actors:
 
     def _start_process(self, actor):
         pipe, far_end = multiprocessing.Pipe()
-        self._processes[actor] = self._start(actor, len(self._deaths[actor]), far_end)
+        self._heartbeats[actor] = time.monotonic()  # so that it has time to start
+        self._processes[actor] = self._start(actor, self._deaths[actor], far_end)
         far_end.close()
         with self._condition:
             self._pipes[actor] = pipe

@@ -21,10 +21,11 @@ bootstrap from the observation at which it was cut. The action given in that row
 """
 
 import json
-import math
 
 import gymnasium as gym
 import numpy as np
+
+MAX_REWARD = float(np.finfo(np.float32).max)
 
 
 class EnvError(RuntimeError):
@@ -214,8 +215,8 @@ class Environments:
             reward = float(reward)
         except Exception as error:
             raise self._error(i, f"step({action}) raised {_describe(error)}") from error
-        if not math.isfinite(reward):
-            raise self._error(i, f"the reward is {reward}; it must be finite")
+        if not abs(reward) <= MAX_REWARD:
+            raise self._error(i, f"the reward is {reward}; it must be finite, as a float32")
 
         episode.add(reward)
         game.add(reward)
@@ -283,6 +284,8 @@ class Environments:
                     f"{path} is {array.dtype}{list(array.shape)}, "
                     f"its space says {target.dtype}{list(target.shape[1:])}"
                 )
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise ValueError(f"{path} holds numbers that are not finite")
             target[i] = array
 
     def _check_spaces(self):

@@ -44,6 +44,9 @@ _CALL_FLAGS = (
 )
 
 
+MAX_SKIPPED = 10  # updates in a row that are not finite
+
+
 class FlagError(ValueError):
     """Flags that contradict each other or the machine; the message says what to change."""
 
@@ -151,6 +154,11 @@ def resume(flags, model, optimizer, scheduler, stats):
         group.update(new, lr=base_lr * schedule(scheduler.last_epoch))
     restore_random_states(checkpoint["random_states"])
     logging.info("Resuming at step %s", f"{stats['step']:,}")
+
+
+def is_good(figures):
+    """Return whether loss and gradient of an update are finite numbers."""
+    return math.isfinite(figures["total_loss"] + figures["grad_norm"])
 
 
 class Experiment:
@@ -280,6 +288,37 @@ class Experiment:
             os.fsync(file.fileno())
         path.with_suffix(".tmp").rename(path)
         logging.info("Saved %s at step %s", path, f"{stats['step']:,}")
+
+    def check_update(self, figures, stats, batch, origin):
+        """Count an update that was skipped since it is not good, and tell where its batch is from.
+
+        Args:
+          figures: of the update, floats by name.
+          stats: whose skipped_updates and skipped_in_a_row count.
+          batch, origin: what it was made of, and by whom; a nest of tensors, and a dict.
+
+        Raises:
+          FloatingPointError: there were too many in a row; the batch has been written.
+        """
+        if is_good(figures):
+            stats["skipped_in_a_row"] = 0
+            return
+        stats["skipped_updates"] += 1
+        stats["skipped_in_a_row"] += 1
+        what = ", ".join(f"{name} {value}" for name, value in figures.items())
+        logging.error(
+            "The update was skipped, as it is not finite (%d in all; %d in a row, %d end the run): "
+            "%s. Its batch comes from %s",
+            *(stats["skipped_updates"], stats["skipped_in_a_row"], MAX_SKIPPED, what, origin),
+        )
+        if stats["skipped_in_a_row"] >= MAX_SKIPPED:
+            path = self.path / "bad_batch.tar"
+            torch.save({"batch": batch, "origin": origin, "figures": figures}, path)
+            raise FloatingPointError(
+                f"{MAX_SKIPPED} updates in a row were not finite, the last one with {what}. The "
+                f"batch lies in {path}, of {origin}; the checkpoint is from before. Look at the "
+                "rewards and frames in it, and try a lower --learning_rate"
+            )
 
     def _write_out(self, level, message, error=None):
         """Write to out.log alone what the screen shows in another way."""

@@ -24,7 +24,6 @@ rows, of which the first is the last of the rollout before it; environment.py sa
 import argparse
 import contextlib
 import logging
-import math
 import os
 import pprint
 import shutil
@@ -48,6 +47,7 @@ from actors import Actors, live_for_parent, start_fork_server
 from ale_vector import AtariEnvironments
 from environment import EnvError, Environments, map_nest
 from timing import Stopwatch, TimeShares
+from watchdog import Watchdog, print_stacks_on_signal
 
 # fmt: off
 parser = argparse.ArgumentParser(
@@ -75,6 +75,10 @@ run.add_argument("--precision", choices=["fp32", "bf16"],
 run.add_argument("--autotune", action="store_true",
                  help="First find, in a minute or two, the fastest num_actors and envs_per_actor "
                  "for this machine; those on the command line stay.")
+run.add_argument("--stall_timeout_s", default=60, type=float,
+                 help="Seconds of silence after which the log tells of an actor, environment "
+                 "server or thread, with its stack; an actor or server is killed and replaced "
+                 "after five times as long.")
 run.add_argument("--num_episodes", default=10, type=int, help="Whole games that a test plays.")
 run.add_argument("--greedy", action="store_true",
                  help="In a test, take the most probable action instead of sampling.")
@@ -302,21 +306,17 @@ def compute_loss(flags, model, batch, initial_agent_state):
 
 
 def learn(flags, model, batch, initial_agent_state, optimizer):
-    """Take one step of the optimizer; return its figures as floats."""
+    """Take one step of the optimizer, unless a number is not finite; return figures as floats."""
     total_loss, figures = compute_loss(flags, model, batch, initial_agent_state)
     optimizer.zero_grad()
     total_loss.backward()
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
-    optimizer.step()
     figures["grad_norm"] = grad_norm
     # All at once: each float() alone would wait for the GPU.
     values = torch.stack([value.double() for value in figures.values()]).tolist()
     figures = dict(zip(figures, values, strict=True))
-    if not math.isfinite(figures["total_loss"] + figures["grad_norm"]):
-        raise FloatingPointError(
-            f"the update gave {figures}: try a lower --learning_rate, and look at the rewards and "
-            "frames; the last checkpoint is from before"
-        )
+    if experiment.is_good(figures):
+        optimizer.step()
     return figures
 
 
@@ -359,7 +359,7 @@ class PublishedWeights:
         return torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors]).cpu()
 
 
-def act(flags, actor, seed, pipe, buffers, weights):
+def act(flags, actor, seed, pipe, buffers, weights, heartbeats):
     """Fill buffers with rollouts for as long as the main process lives: an actor process."""
     live_for_parent()
     torch.set_num_threads(1)
@@ -380,6 +380,7 @@ def act(flags, actor, seed, pipe, buffers, weights):
         while True:
             indices = np.array(pipe.recv())  # [N]
             buffers["policy_version"][indices] = weights.load_into(model)
+            buffers["actor"][indices] = actor
             for i, index in enumerate(indices):
                 for buffer, state in zip(buffers["initial_agent_state"], agent_state, strict=True):
                     buffer[index] = state[:, i : i + 1]
@@ -388,6 +389,7 @@ def act(flags, actor, seed, pipe, buffers, weights):
                 for t in range(T + 1):
                     if pipe.poll():
                         return  # the main process has closed the pipe
+                    heartbeats[actor] = time.monotonic()
                     if t > 0:  # row 0 is the last one of the rollout before
                         agent_output, agent_state = to_float32(model(inputs, agent_state))
                         agent_output = {k: v.squeeze(0).numpy() for k, v in agent_output.items()}
@@ -419,6 +421,7 @@ def create_buffers(flags, row, agent_output, agent_state):
         "rows": map_nest(lambda x: x.to("meta").new_empty(M, T + 1, *x.shape[2:]), rows),
         "initial_agent_state": tuple(s.to("meta").new_empty(M, *s.shape) for s in agent_state),
         "policy_version": torch.empty(M, dtype=torch.int64, device="meta"),
+        "actor": torch.empty(M, dtype=torch.int64, device="meta"),  # which has filled it
     }
     sizes = []
     map_nest(lambda x: sizes.append(x.numel() * x.element_size()), shapes)
@@ -441,8 +444,8 @@ def get_device(flags):
 def check_flags(flags):
     """Refuse what cannot work, before anything starts; fill in what depends on other flags."""
     for name in ("num_actors", "envs_per_actor", "batch_size", "unroll_length", "total_steps",
-                 "num_learner_threads"):  # fmt: skip
-        if getattr(flags, name) < 1:
+                 "num_learner_threads", "stall_timeout_s"):  # fmt: skip
+        if not getattr(flags, name) > 0:
             raise experiment.FlagError(f"--{name} is {getattr(flags, name)}; it must be positive")
     least = flags.num_actors * flags.envs_per_actor + flags.batch_size
     if flags.num_buffers is None:
@@ -499,10 +502,12 @@ def train(flags):
             "momentum_buffer": torch.zeros_like(parameter),
         }
     stats = {"step": 0, "episode_returns": [], "game_returns": []}
+    stats |= {"skipped_updates": 0, "skipped_in_a_row": 0}
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda _: 1 - min(stats["step"], flags.total_steps) / flags.total_steps
     )
 
+    heartbeats = torch.zeros(flags.num_actors, dtype=torch.float64).share_memory_()
     context = start_fork_server()
     stop = threading.Event()
     errors = []
@@ -515,8 +520,9 @@ def train(flags):
         # A restarted actor, or one of a resumed run, must not play the same games again.
         seed = [flags.seed, 1 + actor, incarnation, first_step]
         process = context.Process(
-            target=act, args=(flags, actor, seed, pipe, buffers, weights), daemon=True
-        )
+            target=act, daemon=True,
+            args=(flags, actor, seed, pipe, buffers, weights, heartbeats),
+        )  # fmt: skip
         process.start()
         return process
 
@@ -529,8 +535,10 @@ def train(flags):
                 buffers["rows"],
             )
             while stats["step"] < flags.total_steps:
+                watchdog.beat("waits for rollouts")
                 with learner_waits:
                     indices = actors.take(B)
+                watchdog.beat("learns")
                 if indices is None:
                     return
                 for i, m in enumerate(indices):
@@ -540,6 +548,7 @@ def train(flags):
                     for b in buffers["initial_agent_state"]
                 )
                 versions = buffers["policy_version"][indices]
+                origin = {"actors": buffers["actor"][indices].tolist()}
                 actors.release(indices)
                 # Row 0 was counted when it was the last row of the rollout before.
                 done, game_done = batch["done"][1:], batch["game_done"][1:]
@@ -548,9 +557,11 @@ def train(flags):
                 device_batch = map_nest(lambda x: x.to(device, non_blocking=True), batch)
                 with lock:
                     lags.extend((weights.version - versions).tolist())
-                    figures.update(learn(flags, model, device_batch, agent_state, optimizer))
+                    latest = learn(flags, model, device_batch, agent_state, optimizer)
+                    run_folder.check_update(latest, stats, (batch, agent_state), origin)
                     weights.publish(model)
-                    stats["step"] += int(figures.pop("steps"))
+                    stats["step"] += int(latest.pop("steps"))
+                    figures.update(latest)
                     scheduler.step()
                     stats["episode_returns"] = (stats["episode_returns"] + episode_returns)[-100:]
                     stats["game_returns"] = (stats["game_returns"] + game_returns)[-100:]
@@ -572,6 +583,7 @@ def train(flags):
             learner_wait=learner_waits.seconds(),
             actor_wait=actors.seconds_waited() / flags.num_actors,
         )
+        latest["skipped_updates"] = stats["skipped_updates"]
         latest["full_buffers"] = actors.num_full()
         latest["actor_restarts"] = actors.num_restarts
         show = {key: experiment.show_number(value) for key, value in latest.items()}
@@ -584,7 +596,10 @@ def train(flags):
         texts["lag"] = "/".join(show[f"policy_lag_{name}"] for name in ("min", "mean", "max"))
         run_folder.log(step, latest, texts)
 
-    threads = [threading.Thread(target=batch_and_learn) for _ in range(flags.num_learner_threads)]
+    threads = [
+        threading.Thread(target=batch_and_learn, name=f"learner thread {i}")
+        for i in range(flags.num_learner_threads)
+    ]
     with (
         experiment.Experiment(flags) as run_folder,
         experiment.stop_on_signals(stop) as signals,
@@ -594,14 +609,20 @@ def train(flags):
         first_step = stats["step"]
         run_folder.start_logs(first_step)
         weights.publish(model)
-        actors = Actors(start_actor, flags.num_actors, flags.envs_per_actor, flags.num_buffers)
+        actors = Actors(
+            start_actor, flags.num_actors, flags.envs_per_actor, flags.num_buffers,
+            heartbeats, flags.stall_timeout_s,
+        )  # fmt: skip
+        watchdog = Watchdog(flags.stall_timeout_s, actors.silences)
+        print_stacks_on_signal(actors.pids)
         try:
             for thread in threads:
                 thread.start()
             saved = time.monotonic()
             while not stop.wait(LOG_INTERVAL):
+                watchdog.beat("looks after the run")
                 log()
-                if time.monotonic() > saved + CHECKPOINT_INTERVAL:
+                if time.monotonic() > saved + CHECKPOINT_INTERVAL and not stats["skipped_in_a_row"]:
                     with lock:
                         run_folder.save_checkpoint(model, optimizer, scheduler, stats)
                     saved = time.monotonic()
@@ -610,6 +631,7 @@ def train(flags):
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
+            watchdog.close()
         log()
         if signals:
             run_folder.status = f"stopped by {signal.Signals(signals[0]).name}"

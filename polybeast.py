@@ -27,7 +27,6 @@ import copy
 import functools
 import json
 import logging
-import math
 import os
 import pprint
 import signal
@@ -57,6 +56,7 @@ from servers import (
     query_servers,
 )
 from timing import Stopwatch, TimeShares
+from watchdog import Watchdog, print_stacks_on_signal
 
 # fmt: off
 parser = argparse.ArgumentParser(
@@ -85,6 +85,10 @@ run.add_argument("--autotune", action="store_true",
                  help="First find, in a minute or two, the fastest num_servers (num_actors, where "
                  "servers run already), envs_per_stream and, with a GPU, num_inference_threads "
                  "for this machine; those on the command line stay.")
+run.add_argument("--stall_timeout_s", default=60, type=float,
+                 help="Seconds of silence after which the log tells of an actor, environment "
+                 "server or thread, with its stack; an actor or server is killed and replaced "
+                 "after five times as long.")
 run.add_argument("--num_episodes", default=10, type=int, help="Whole games that a test plays.")
 run.add_argument("--greedy", action="store_true",
                  help="In a test, take the most probable action instead of sampling.")
@@ -140,7 +144,7 @@ atari_wrappers.add_flags(parser)
 
 LOG_INTERVAL = 5  # seconds
 CHECKPOINT_INTERVAL = 5 * 60  # seconds
-MAX_STREAMS_PER_SERVER, MAX_ENVS_PER_STREAM = 16, 4096  # of libtorchbeast.Server
+MAX_ENVS_PER_STREAM = 4096  # of libtorchbeast.Server
 ENV_SCRIPT = polybeast_env.__file__  # what local servers run
 
 
@@ -350,21 +354,17 @@ def compute_loss(flags, model, batch, initial_agent_state):
 
 
 def learn(flags, model, batch, initial_agent_state, optimizer):
-    """Take one step of the optimizer; return its figures as floats."""
+    """Take one step of the optimizer, unless a number is not finite; return figures as floats."""
     total_loss, figures = compute_loss(flags, model, batch, initial_agent_state)
     optimizer.zero_grad()
     total_loss.backward()
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
-    optimizer.step()
     figures["grad_norm"] = grad_norm
     # All at once: each float() alone would wait for the GPU.
     values = torch.stack([value.double() for value in figures.values()]).tolist()
     figures = dict(zip(figures, values, strict=True))
-    if not math.isfinite(figures["total_loss"] + figures["grad_norm"]):
-        raise FloatingPointError(
-            f"the update gave {figures}: try a lower --learning_rate, and look at the rewards and "
-            "frames; the last checkpoint is from before"
-        )
+    if experiment.is_good(figures):
+        optimizer.step()
     return figures
 
 
@@ -431,9 +431,9 @@ def check_flags(flags):
     """Refuse what cannot work, before anything starts; fill in what depends on other flags."""
     for name in ("num_servers", "num_actors", "envs_per_stream", "batch_size", "unroll_length",
                  "total_steps", "num_learner_threads", "num_inference_threads",
-                 "max_learner_queue_size"):  # fmt: skip
+                 "max_learner_queue_size", "stall_timeout_s"):  # fmt: skip
         value = getattr(flags, name)
-        if value is not None and value < 1:
+        if value is not None and not value > 0:
             raise experiment.FlagError(f"--{name} is {value}; it must be positive")
     if (flags.max_learner_queue_size or flags.batch_size) < flags.batch_size:
         raise experiment.FlagError(
@@ -458,10 +458,10 @@ def check_flags(flags):
             f"--num_actors is {flags.num_actors}, but there are {num_addresses} servers, each of "
             f"which needs an actor: give it at least {num_addresses}"
         )
-    if (flags.num_actors or 0) > MAX_STREAMS_PER_SERVER * num_addresses:
+    if (flags.num_actors or 0) > libtorchbeast.MAX_STREAMS * num_addresses:
         raise experiment.FlagError(
             f"--num_actors is {flags.num_actors}, but {num_addresses} servers take at most "
-            f"{MAX_STREAMS_PER_SERVER} streams each"
+            f"{libtorchbeast.MAX_STREAMS} streams each"
         )
     if (flags.envs_per_stream or 1) > MAX_ENVS_PER_STREAM:
         raise experiment.FlagError(
@@ -555,6 +555,7 @@ def train_on(flags, addresses, process):
             "momentum_buffer": torch.zeros_like(parameter),
         }
     stats = {"step": 0, "episode_returns": [], "game_returns": []}
+    stats |= {"skipped_updates": 0, "skipped_in_a_row": 0}
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda _: 1 - min(stats["step"], flags.total_steps) / flags.total_steps
     )
@@ -582,13 +583,16 @@ def train_on(flags, addresses, process):
         if flags.write_profiler_trace and profiled.acquire(blocking=False):
             profiler = start_profiler(run_folder.path)
         while True:
+            watchdog.beat("waits for a batch")
             with learner_waits:
                 rollouts = next(learner_queue, None)
+            watchdog.beat("learns")
             if rollouts is None:
                 return  # the queue is closed
             (env_outputs, agent_outputs), agent_state = rollouts
             batch = env_outputs | agent_outputs
             versions = batch.pop("policy_version")[1:]
+            origin = {"streams": batch.pop("actor")[0].unique().tolist()}
             # Row 0 was counted when it was the last row of the rollout before.
             done, game_done = batch["done"][1:], batch["game_done"][1:]
             episode_returns = batch["episode_return"][1:][done].tolist()
@@ -604,9 +608,11 @@ def train_on(flags, addresses, process):
                 if stats["step"] >= flags.total_steps:
                     return
                 lags.extend((weights.version - versions.float().mean(dim=0)).tolist())
-                figures.update(learn(flags, model, device_batch, agent_state, optimizer))
+                latest = learn(flags, model, device_batch, agent_state, optimizer)
+                run_folder.check_update(latest, stats, (batch, agent_state), origin)
                 weights.publish(model)
-                stats["step"] += int(figures.pop("steps"))
+                stats["step"] += int(latest.pop("steps"))
+                figures.update(latest)
                 scheduler.step()
                 stats["episode_returns"] = (stats["episode_returns"] + episode_returns)[-100:]
                 stats["game_returns"] = (stats["game_returns"] + game_returns)[-100:]
@@ -618,13 +624,21 @@ def train_on(flags, addresses, process):
     def answer():
         torch.set_num_threads(1)
         actor_model = copy.deepcopy(model).to(inference_device)
-        inference(flags, actor_model, inference_batcher, weights, inference_device, batch_sizes)
+        batches = watchdog.follow(inference_batcher, "waits for rows", "answers them")
+        inference(flags, actor_model, batches, weights, inference_device, batch_sizes)
+
+    def silences():
+        return [
+            (f"stream {i}", f"waits for {what} (server {addresses[i % len(addresses)]})", seconds,
+             None)
+            for i, (what, seconds) in enumerate(actors.silences()) if what != "learner"
+        ]  # fmt: skip
 
     def tell():
         for event in iter(actors.next_event, None):
             logging.warning("%s", event)
 
-    def start(function):
+    def start(function, name):
         """Start a thread; when one of them ends, for whatever reason, the run does."""
 
         def run_to_the_end():
@@ -635,7 +649,7 @@ def train_on(flags, addresses, process):
             finally:
                 stop.set()
 
-        thread = threading.Thread(target=run_to_the_end, name=function.__name__)
+        thread = threading.Thread(target=run_to_the_end, name=name)
         thread.start()
         threads.append(thread)
 
@@ -652,6 +666,7 @@ def train_on(flags, addresses, process):
         latest |= time_shares(learner_wait=learner_waits.seconds(), **actor_waited)
         sizes, batch_sizes[:] = list(batch_sizes), []
         latest["inference_batch_size"] = experiment.mean(sizes)
+        latest["skipped_updates"] = stats["skipped_updates"]
         latest["learner_queue_size"] = learner_queue.size()
         latest["connected_actors"] = actors.num_connected()
         latest["reconnects"] = actors.num_reconnects()
@@ -689,23 +704,26 @@ def train_on(flags, addresses, process):
             reconnect=True, spaces=handshake["spaces"], connect_timeout_s=CONNECT_TIMEOUT,
             step_timeout_s=ANSWER_TIMEOUT,
         )  # fmt: skip
+        watchdog = Watchdog(flags.stall_timeout_s, silences)
+        print_stacks_on_signal(lambda: [] if process is None else [process.pid])
         try:
-            for function, count in (
-                (actors.run, 1),
-                (tell, 1),
-                (answer, flags.num_inference_threads),
-                (batch_and_learn, flags.num_learner_threads),
+            for function, name, count in (
+                (actors.run, "actors", 1),
+                (tell, "events", 1),
+                (answer, "inference thread", flags.num_inference_threads),
+                (batch_and_learn, "learner thread", flags.num_learner_threads),
             ):
-                for _ in range(count):
-                    start(function)
+                for i in range(count):
+                    start(function, f"{name} {i}")
             saved = time.monotonic()
             while not stop.wait(LOG_INTERVAL):
+                watchdog.beat("looks after the run")
                 log()
                 if process is not None and process.poll() is not None:
                     raise EnvError("the environment servers have ended: see above")
                 if actors.num_connected() == 0:
                     logging.warning("No environment server answers: waiting for %s", addresses)
-                if time.monotonic() > saved + CHECKPOINT_INTERVAL:
+                if time.monotonic() > saved + CHECKPOINT_INTERVAL and not stats["skipped_in_a_row"]:
                     with lock:
                         run_folder.save_checkpoint(model, optimizer, scheduler, stats)
                     saved = time.monotonic()
@@ -714,6 +732,7 @@ def train_on(flags, addresses, process):
             inference_batcher.close()
             for thread in threads:
                 thread.join()
+            watchdog.close()
         log()
         if signals:
             run_folder.status = f"stopped by {signal.Signals(signals[0]).name}"

@@ -19,11 +19,13 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import atari_wrappers
 import servers
 from ale_vector import AtariEnvironments
 from environment import Environments
+from watchdog import print_stacks_on_signal
 
 # fmt: off
 parser = argparse.ArgumentParser(
@@ -46,6 +48,10 @@ run.add_argument("--num_servers", default=2, type=int,
                  help="Server processes, on consecutive ports. (default: %(default)s)")
 run.add_argument("--envs_per_stream", default=8, type=int,
                  help="Environments stepped as one batch, where the learner names no number. "
+                 "(default: %(default)s)")
+run.add_argument("--stall_timeout_s", default=60, type=float,
+                 help="Seconds for which environments may keep silent before the log tells of it, "
+                 "with the server's stack; it is killed and replaced after five times as long. "
                  "(default: %(default)s)")
 run.add_argument("--end_with_stdin", action="store_true",
                  help="End when standard input ends: for programs, and ssh, that must not leave "
@@ -70,7 +76,7 @@ def create_environments(flags, num_envs, seed, name):
     return Environments(lambda: create_env(flags), num_envs, seed, name)
 
 
-def serve(flags, address, seed=(), started=None, stop_signals=()):
+def serve(flags, address, seed=(), started=None, stop_signals=(), busy_since=None):
     """Serve in this process until it is told to stop.
 
     Args:
@@ -79,6 +85,7 @@ def serve(flags, address, seed=(), started=None, stop_signals=()):
       seed: ints, by which this process differs from others of the same flags.seed.
       started: called with the address once learners can connect.
       stop_signals: signals that end it.
+      busy_since: as of libtorchbeast.Server.
     """
     from libtorchbeast import Server  # the only use of gRPC, which may not be forked
 
@@ -89,19 +96,21 @@ def serve(flags, address, seed=(), started=None, stop_signals=()):
         num_envs = num_envs or flags.envs_per_stream
         return create_environments(flags, num_envs, wished_seed or own_seed, name)
 
-    server = Server(None, address, make_environments=make_environments)
+    server = Server(None, address, make_environments=make_environments, busy_since=busy_since)
     for number in stop_signals:
         signal.signal(number, lambda *_: server.stop())
     server.run(started)
 
 
-def be_server(flags, address, seed, pipe):
+def be_server(flags, address, seed, pipe, busy_since):
     """Be the server at `address`: a process. Tell through the pipe when it serves, or why not."""
 
     served = []  # the address, once it is ours
 
     def end_with_parent():
-        multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+        sentinel = multiprocessing.parent_process().sentinel
+        while not multiprocessing.connection.wait([sentinel], timeout=1):
+            busy_since[-1] = time.monotonic()  # alive
         for address in served:
             servers.remove_socket(address)
         os._exit(1)  # at once, whatever the environments are doing
@@ -112,7 +121,8 @@ def be_server(flags, address, seed, pipe):
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides what to do
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, servers.STOP_SIGNALS)
+    print_stacks_on_signal()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, servers.HANDLED_SIGNALS)
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.nice(10)  # a learner on the same machine comes first
     start_logging()
@@ -120,7 +130,7 @@ def be_server(flags, address, seed, pipe):
         create_environments(flags, 1, [flags.seed], "the environment").close()
         if "cv2" in sys.modules:
             sys.modules["cv2"].setNumThreads(1)
-        serve(flags, address, seed, started, [signal.SIGTERM])
+        serve(flags, address, seed, started, [signal.SIGTERM], busy_since)
     except Exception as error:
         pipe.send(str(error) or type(error).__name__)
         sys.exit(1)
@@ -136,6 +146,8 @@ def main(argv=None):
         addresses = servers.consecutive_addresses(flags.server_address, flags.num_servers)
         if flags.envs_per_stream < 1:
             raise ValueError(f"--envs_per_stream is {flags.envs_per_stream}; it must be positive")
+        if not flags.stall_timeout_s > 0:
+            raise ValueError(f"--stall_timeout_s is {flags.stall_timeout_s}; it must be positive")
         if flags.seed is None:
             flags.seed = int.from_bytes(os.urandom(4), "little")
         if flags.seed < 0:

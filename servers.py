@@ -23,8 +23,10 @@ import time
 
 import libtorchbeast
 from environment import EnvError
+from watchdog import PATIENCE, Watchdog, print_stacks_on_signal
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)  # which a process is not ready for at once
 FIRST_PAUSE, LONGEST_PAUSE = 1, 30  # seconds before a dead server is started anew
 GRACE = 5  # seconds in which servers end by themselves
 CONNECT_TIMEOUT = 20  # seconds until a server that cannot be reached is spoken of
@@ -177,15 +179,20 @@ class ServerProcess:
         self.pipe, far_end = multiprocessing.Pipe()
         # A restarted server must not play the same games again.
         seed = [self.number, next(self.incarnations)]
-        self.process = multiprocessing.get_context("spawn").Process(
-            target=self.serve, args=(self.flags, self.address, seed, far_end)
+        context = multiprocessing.get_context("spawn")
+        # Since when each stream's environments have been at one thing (0: they wait for actions);
+        # and when the process was last alive.
+        self.busy_since = context.RawArray("d", libtorchbeast.MAX_STREAMS + 1)
+        self.busy_since[-1] = time.monotonic()
+        self.process = context.Process(
+            target=self.serve, args=(self.flags, self.address, seed, far_end, self.busy_since)
         )
         # Blocked until it is ready for them, lest a Ctrl-C show tracebacks of imports. Starting the
         # resource tracker would unblock them.
         multiprocessing.resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
         self.process.start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
         far_end.close()
         self.start_time = time.monotonic()
         self.failure = None
@@ -213,6 +220,10 @@ class ServerProcess:
                     self.has_served = True
                     logging.info("serving on %s", self.address)
         if not dead:
+            seconds = self.seconds_silent()
+            if seconds > PATIENCE * self.flags.stall_timeout_s:
+                self.failure = f"the server of {self.address} was silent for {seconds:.0f} s"
+                self.process.kill()
             return
         code = self.process.exitcode
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
@@ -224,6 +235,10 @@ class ServerProcess:
         logging.error("%s; it is started anew in %d s", cause, self.pause)
         self.process, self.start_time = None, now + self.pause
         self.pause = min(2 * self.pause, LONGEST_PAUSE)
+
+    def seconds_silent(self):
+        """Return for how long the process, or the slowest of its streams, has been at one thing."""
+        return time.monotonic() - min(filter(None, self.busy_since))
 
     def end(self, deadline):
         if self.process is not None:
@@ -240,6 +255,19 @@ def keep_serving(serve, flags, addresses):
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, _: os.write(writer, bytes([number])))
     servers = []
+
+    def running():
+        return [server for server in servers if server.process is not None]
+
+    def silences():
+        return [
+            (f"the server of {s.address}", "is at one step, or its process is stopped",
+             s.seconds_silent(), s.process.pid)
+            for s in running()
+        ]  # fmt: skip
+
+    print_stacks_on_signal(lambda: [server.process.pid for server in running()])
+    watchdog = Watchdog(flags.stall_timeout_s, silences)
     try:
         for number, address in enumerate(addresses):
             servers.append(ServerProcess(serve, flags, address, number))
@@ -257,9 +285,9 @@ def keep_serving(serve, flags, addresses):
             for server in servers:
                 server.check()
     finally:
-        for server in servers:
-            if server.process is not None:
-                server.process.terminate()
+        watchdog.close()
+        for server in running():
+            server.process.terminate()
         deadline = time.monotonic() + GRACE
         for server in servers:
             server.end(deadline)

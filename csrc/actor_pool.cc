@@ -185,7 +185,9 @@ void ActorPool::serve(size_t index, Seconds* pause) {
   const rpcenv::Step* step = nullptr;
   open(index, stream, &step);
   try {
-    Rollout rollout(unroll_length_, options_.dict_outputs, *step, pool_);
+    std::optional<int32_t> actor;
+    if (options_.dict_outputs) actor = static_cast<int32_t>(index);
+    Rollout rollout(unroll_length_, options_.dict_outputs, *step, pool_, actor);
     check_row(index, rollout);
     const int64_t num_envs = rollout.num_envs();
     Nest<Array> state = repeat_columns(initial_agent_state_, num_envs, kAgentDim, *pool_);
@@ -275,7 +277,10 @@ void ActorPool::leave(size_t index) {
   std::lock_guard lock(mutex_);
   Actor& actor = actors_[index];
   stream.swap(actor.stream);
-  if (actor.connected) --num_connected_;
+  if (actor.connected) {
+    --num_connected_;
+    actor.wait_began = std::chrono::steady_clock::now();
+  }
   actor.connected = false;
 }
 
@@ -317,6 +322,18 @@ std::array<double, ActorPool::kNumWaits> ActorPool::waits() {
     if (actor.wait) waits[*actor.wait] += now - actor.wait_began;
   }
   return {waits[kInference].count(), waits[kEnvironments].count(), waits[kLearner].count()};
+}
+
+std::vector<std::pair<std::string, double>> ActorPool::silences() {
+  std::lock_guard lock(mutex_);
+  const auto now = std::chrono::steady_clock::now();
+  std::vector<std::pair<std::string, double>> silences;
+  for (const Actor& actor : actors_) {
+    const bool works = actor.connected && !actor.wait;
+    const Seconds seconds = works ? Seconds(0) : now - actor.wait_began;
+    silences.emplace_back(actor.wait ? kWaits[*actor.wait] : "connection", seconds.count());
+  }
+  return silences;
 }
 
 std::optional<std::string> ActorPool::next_event() {

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "array.h"
@@ -65,7 +66,12 @@ class ActorPool : public std::enable_shared_from_this<ActorPool> {
   // queue.
   enum Wait { kInference, kEnvironments, kLearner, kNumWaits };
   // Seconds of all streams together since the start, waits that go on included.
+  static constexpr std::array<const char*, kNumWaits> kWaits{"inference", "environments",
+                                                             "learner"};
   std::array<double, kNumWaits> waits();
+
+  // What each stream waits for, and for how many seconds; also for a connection, in words.
+  std::vector<std::pair<std::string, double>> silences();
 
   // Blocks for the next thing that happened to a server, in words; nullopt after the end of run().
   std::optional<std::string> next_event();
@@ -76,7 +82,8 @@ class ActorPool : public std::enable_shared_from_this<ActorPool> {
     bool connected = false;
     int64_t num_connections = 0;  // so far
     std::optional<Wait> wait;
-    std::chrono::steady_clock::time_point wait_began;
+    // Of that wait, or of being without a connection.
+    std::chrono::steady_clock::time_point wait_began = std::chrono::steady_clock::now();
   };
   class Timer;
 

@@ -264,13 +264,13 @@ PYBIND11_MODULE(_C, m) {
               return pool.waits();
             }();
             py::dict result;
-            result["inference"] = waits[ActorPool::kInference];
-            result["environments"] = waits[ActorPool::kEnvironments];
-            result["learner"] = waits[ActorPool::kLearner];
+            for (size_t i = 0; i < waits.size(); ++i) result[ActorPool::kWaits[i]] = waits[i];
             return result;
           },
           "Seconds that all streams together have waited so far: for inference, for their "
           "environments' next rows, and for the learner, that is, for room in its queue.")
+      .def("silences", &ActorPool::silences, py::call_guard<NoGil>(),
+           "What each stream waits for, as in waits() or \"connection\", and for how many seconds.")
       .def("next_event", &next_event,
            "Wait for the next thing that happened to a server, in words. Raises StopIteration "
            "after the end of run().");

@@ -31,13 +31,17 @@ bool fits(const Array& row, const Array& buffer, size_t leading) {
 }  // namespace
 
 Rollout::Rollout(int64_t unroll_length, bool dict_outputs, const rpcenv::Step& first,
-                 std::shared_ptr<MemoryPool> pool)
+                 std::shared_ptr<MemoryPool> pool, std::optional<int32_t> actor)
     : unroll_length_(unroll_length),
       dict_outputs_(dict_outputs),
       num_envs_(first.handshake().num_envs()),
       stack_size_(first.handshake().stack_size()),
       pool_(std::move(pool)) {
-  Nest<Array>::Dict row = decode_row(first, num_envs_);
+  if (actor) {
+    actor_ = make_array(DType::kInt32, {num_envs_}, *pool_);
+    std::fill_n(reinterpret_cast<int32_t*>(actor_->data.get()), num_envs_, *actor);
+  }
+  Nest<Array>::Dict row = decode(first);
   if (stack_size_ > 0) {
     row.at("frame").leaf().shape = stacked_shape(first, num_envs_, stack_size_);
   }
@@ -51,6 +55,12 @@ Rollout::Rollout(int64_t unroll_length, bool dict_outputs, const rpcenv::Step& f
   set_env_outputs(0, first);
 }
 
+Nest<Array>::Dict Rollout::decode(const rpcenv::Step& step) const {
+  Nest<Array>::Dict row = decode_row(step, num_envs_);
+  if (actor_) row.emplace("actor", *actor_);
+  return row;
+}
+
 Nest<Array> Rollout::arrange(const Nest<Array>::Dict& rows) const {
   if (dict_outputs_) return rows;
   return Nest<Array>::Tuple{rows.at("frame"), rows.at("reward"), rows.at("done"),
@@ -62,7 +72,7 @@ Nest<Array> Rollout::env_outputs(int64_t t) const {
 }
 
 void Rollout::set_env_outputs(int64_t t, const rpcenv::Step& step) {
-  Nest<Array>::Dict row = decode_row(step, num_envs_);
+  Nest<Array>::Dict row = decode(step);
   for (const auto& [key, buffers] : rows_) {
     const Nest<Array>& nest = row.at(key);
     if (!nest.same_structure(buffers)) {

@@ -19,10 +19,10 @@ class Rollout {
   // With `dict_outputs`, env outputs are a dict by all keys of a row; else the tuple
   // (frame, reward, done, episode_step, episode_return).
   //
-  // `first` is the first message of the stream and makes row 0; its shapes hold from here on.
-  // Throws WireError, as set_env_outputs does.
+  // `first` is the first message of the stream and makes row 0; its shapes hold from here on. With
+  // an `actor`, rows tell it under that key. Throws WireError, as set_env_outputs does.
   Rollout(int64_t unroll_length, bool dict_outputs, const rpcenv::Step& first,
-          std::shared_ptr<MemoryPool> pool);
+          std::shared_ptr<MemoryPool> pool, std::optional<int32_t> actor = std::nullopt);
 
   // Env outputs of row t, [1, N, ...]: views, to be read only.
   Nest<Array> env_outputs(int64_t t) const;
@@ -44,6 +44,7 @@ class Rollout {
   int64_t num_envs() const { return num_envs_; }
 
  private:
+  Nest<Array>::Dict decode(const rpcenv::Step& step) const;
   Nest<Array> arrange(const Nest<Array>::Dict& rows) const;
   void begin_buffers(int64_t t, int64_t num_rows);
 
@@ -52,6 +53,7 @@ class Rollout {
   const int64_t num_envs_;
   const int64_t stack_size_;  // 0: frames arrive whole
   const std::shared_ptr<MemoryPool> pool_;
+  std::optional<Array> actor_;  // [N]
   Nest<Array>::Dict rows_;
   std::optional<Nest<Array>> agent_outputs_;
 };

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -22,6 +23,14 @@ void check_bools(const std::string& data, const std::string& what) {
   // Any other value breaks what is compiled from comparisons.
   if (std::any_of(data.begin(), data.end(), [](char c) { return (c & ~1) != 0; })) {
     throw WireError(what + " is bool, but holds bytes other than 0 and 1");
+  }
+}
+
+void check_finite(const Array& array, const std::string& what) {
+  for (size_t i = 0; i < array.num_bytes(); i += sizeof(float)) {
+    float value;
+    std::memcpy(&value, array.data.get() + i, sizeof(float));  // which need not be aligned
+    if (!std::isfinite(value)) throw WireError(what + " is " + std::to_string(value));
   }
 }
 
@@ -139,6 +148,7 @@ Nest<Array>::Dict decode_row(const rpcenv::Step& step, int64_t num_envs) {
     if (field.dtype == DType::kBool) check_bools(data, field.key);
     row.emplace(field.key, std::move(array));
   }
+  check_finite(row.at("reward").leaf(), "reward");
   if (!step.has_observation()) throw WireError("a row has no observation");
   Nest<Array> frame = decode(step.observation());
   frame.for_each([&](const Array& array) {

@@ -37,7 +37,7 @@ void encode(const Nest<Array>& nest, rpcenv::Nest* message);
 // A row by its keys, each an array [N, ...] as decode() returns them: the observation as `frame`,
 // and the fixed keys. With frames stacked on the other side, `frame` holds the newest alone.
 //
-// Throws WireError also where an array has not N entries.
+// Throws WireError also where an array has not N entries, and where a reward is not finite.
 Nest<Array>::Dict decode_row(const rpcenv::Step& step, int64_t num_envs);
 
 // Shape of whole stacks [N, K * C, ...], from the first message of a stream.

@@ -7,6 +7,8 @@ compiled part.
 
 import importlib
 
+MAX_STREAMS = 16  # at once, a server
+
 _MODULES = {"Server": "libtorchbeast.server"} | dict.fromkeys(
     (
         "ActorPool",

@@ -2,7 +2,6 @@
 """Environments of which nothing is known, as forks write them, stepped as one batch."""
 
 import inspect
-import math
 
 import numpy as np
 
@@ -87,8 +86,8 @@ class PlainEnvironments:
         if not self.truncated_rows:
             terminated, truncated = terminated or truncated, False
         reward = float(np.asarray(reward).item())
-        if not math.isfinite(reward):
-            raise ValueError(f"the reward is {reward}; it must be finite")
+        if not abs(reward) <= np.finfo(np.float32).max:
+            raise ValueError(f"the reward is {reward}; it must be finite, as a float32")
 
         for what in ("episode", "game"):
             self._returns[what][i] += reward
@@ -179,4 +178,6 @@ def _write(target, i, observation, path="observation"):
                 f"{path} is {array.dtype}{list(array.shape)}, "
                 f"but was {target.dtype}{list(target.shape[1:])} at first"
             )
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise ValueError(f"{path} holds numbers that are not finite")
         target[i] = array

@@ -11,16 +11,16 @@ import logging
 import re
 import socket
 import threading
+import time
 import traceback
 from concurrent import futures
 
 import grpc
 
-from libtorchbeast import rpcenv_pb2, wire
+from libtorchbeast import MAX_STREAMS, rpcenv_pb2, wire
 from libtorchbeast.plain_environments import PlainEnvironments
 
 PROTOCOL_VERSION = 1
-MAX_STREAMS = 16  # at once, a server
 GRACE = 2  # seconds in which streams end by themselves
 
 _OPTIONS = (
@@ -48,9 +48,18 @@ class Server:
       make_environments: instead of `env_class`: called with N (or None: as you like), a list of
         ints as seed (or None) and a name for error messages; returns an environment.Environments or
         something alike.
+      busy_since: an array of MAX_STREAMS floats, for others to read: time.monotonic() of when each
+        stream's environments began to do what they are doing; 0 where they have nothing to do.
     """
 
-    def __init__(self, env_class, server_address="unix:/tmp/polybeast", *, make_environments=None):
+    def __init__(
+        self,
+        env_class,
+        server_address="unix:/tmp/polybeast",
+        *,
+        make_environments=None,
+        busy_since=None,
+    ):
         self._address = server_address
         self._plain = make_environments is None
         if self._plain and not callable(env_class):
@@ -62,7 +71,8 @@ class Server:
         )
         self._condition = threading.Condition()  # guards what follows
         self._thread = None  # the one that runs us
-        self._num_streams = 0
+        self._busy_since = [0.0] * MAX_STREAMS if busy_since is None else busy_since
+        self._free_slots = list(range(MAX_STREAMS))  # entries of busy_since
         self._stop = threading.Event()
         self._stopped = threading.Event()
 
@@ -91,7 +101,7 @@ class Server:
         finally:
             server.stop(None)
             with self._condition:
-                self._condition.wait_for(lambda: self._num_streams == 0, GRACE)
+                self._condition.wait_for(lambda: len(self._free_slots) == MAX_STREAMS, GRACE)
             self._stopped.set()
 
     def stop(self):
@@ -111,15 +121,15 @@ class Server:
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         with self._condition:
-            full = self._num_streams >= MAX_STREAMS
-            self._num_streams += not full
-        if full:
+            slot = self._free_slots.pop() if self._free_slots else None
+        if slot is None:
             text = f"{self._address} serves {MAX_STREAMS} streams already, and no more at once"
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         name = f"{self._address} for {context.peer()}"
         environments = None
         try:
             try:
+                self._busy_since[slot] = time.monotonic()
                 environments = self._make_environments(num_envs, seed, name)
                 if self._plain:
                     environments.truncated_rows = truncated_rows
@@ -128,6 +138,7 @@ class Server:
             except BaseException:  # SystemExit, too, would leave the client waiting
                 yield _failure(name)
                 return
+            self._busy_since[slot] = 0.0
             yield step
             for request in requests:
                 try:
@@ -135,10 +146,12 @@ class Server:
                 except ValueError as error:
                     context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
                 try:
+                    self._busy_since[slot] = time.monotonic()
                     step = encoder.encode(environments.step(actions))
                 except BaseException:
                     yield _failure(name)
                     return
+                self._busy_since[slot] = 0.0
                 yield step
         finally:
             try:
@@ -147,7 +160,8 @@ class Server:
             except BaseException:
                 logging.exception("%s: cannot close the environments", name)
             with self._condition:
-                self._num_streams -= 1
+                self._busy_since[slot] = 0.0
+                self._free_slots.append(slot)
                 self._condition.notify_all()
 
 

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import pathlib
+import re
 import shutil
 import signal
 import threading
@@ -56,16 +57,18 @@ class Rig:
         self.buffers = monobeast.create_buffers(flags, row, output, state)
         self.weights = monobeast.PublishedWeights(self.model)
         self.processes = []  # all that were ever started, as (actor, process)
+        self.heartbeats = torch.zeros(flags.num_actors, dtype=torch.float64).share_memory_()
         self.actors = monobeast.Actors(
-            self.start, flags.num_actors, flags.envs_per_actor, flags.num_buffers
-        )
+            self.start, flags.num_actors, flags.envs_per_actor, flags.num_buffers,
+            self.heartbeats, flags.stall_timeout_s,
+        )  # fmt: skip
         wait_until(lambda: len(self.processes) >= flags.num_actors)
 
     def start(self, actor, incarnation, pipe):
         seed = [self.flags.seed, 1 + actor, incarnation, 0]
         process = self.context.Process(
             target=catch.act,
-            args=(self.flags, actor, seed, pipe, self.buffers, self.weights),
+            args=(self.flags, actor, seed, pipe, self.buffers, self.weights, self.heartbeats),
             daemon=True,
         )
         process.start()
@@ -393,7 +396,7 @@ def test_a_process_that_cannot_be_started_leaves_no_others_behind(context):
         return process
 
     try:
-        pool = actors.Actors(start, 3, 1, 3)
+        pool = actors.Actors(start, 3, 1, 3, torch.zeros(3), 60)
         assert pool.take(3) is None
         with pytest.raises(BlockingIOError):
             pool.check()
@@ -673,3 +676,38 @@ def is_running(pid):
 
 def test_stop_signals_are_those_of_the_experiment():
     assert experiment.STOP_SIGNALS == (signal.SIGINT, signal.SIGTERM)
+
+
+def test_an_actor_that_dies_time_and_again_but_gives_rollouts_does_not_end_the_run(make_rig):
+    rig = make_rig(num_actors=1, num_buffers=8)
+    for _ in range(actors.MAX_DEATHS + 2):
+        wait_until(lambda: rig.actors.num_full() > 0)  # since it was started anew
+        rig.kill(0)
+        rig.actors.release(rig.take(rig.actors.num_full()))
+    take_and_release_all(rig, 2)
+    assert rig.actors.num_restarts == actors.MAX_DEATHS + 2
+
+
+@pytest.mark.parametrize("how", ["stopped", "hangs"])
+def test_a_silent_actor_is_replaced(make_rig, tmp_path, caplog, how):
+    marker = tmp_path / "marker"
+    env = f"Failing-hang:{marker}" if how == "hangs" else "Catch"
+    rig = make_rig(env=env, num_actors=2, stall_timeout_s=0.5)
+    if how == "stopped":
+        os.kill(rig.running(0).pid, signal.SIGSTOP)
+
+    def is_replaced():
+        rig.actors.release(rig.take(rig.actors.num_full()))  # so that it has something to do
+        return rig.actors.num_restarts > 0
+
+    wait_until(is_replaced)
+    assert re.search(r"Actor \d died .* it was silent for \d+ s, and so was killed", caplog.text)
+    take_and_release_all(rig, 2)
+
+
+def test_an_actor_that_waits_for_buffers_is_not_silent(make_rig):
+    rig = make_rig(num_actors=2, stall_timeout_s=0.2)
+    wait_until(lambda: rig.actors.num_full() == rig.flags.num_buffers)
+    wait_until(lambda: rig.actors.silences() == [])
+    time.sleep(3 * 5 * 0.2)  # longer than one may be silent
+    assert rig.actors.num_restarts == 0

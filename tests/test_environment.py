@@ -166,6 +166,23 @@ def test_a_broken_environment_is_named_with_its_step(how, message):
         rows_of(environments, 30)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_observations_and_rewards_that_are_not_finite_are_refused(value):
+    class NotFinite(Counter):
+        def _observation(self):
+            return np.array([value if self.step_count == 3 else 0, 0], np.float32)
+
+    class TooMuch(Counter):  # for a float32
+        def step(self, action):
+            observation, _, *rest = super().step(action)
+            return observation, 1e39, *rest
+
+    with pytest.raises(EnvError, match="step 3: .*observation holds numbers that are not finite"):
+        rows_of(Environments(NotFinite, 1, 0), 9)
+    with pytest.raises(EnvError, match=r"step 1: the reward is 1e\+39; it must be finite"):
+        rows_of(Environments(TooMuch, 1, 0), 9)
+
+
 def test_a_failing_reset_and_a_failing_constructor_are_named():
     class NoReset(Catch):
         def reset(self, **_):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import experiment
 import monobeast
 import polybeast
 from environment import Environments, map_nest
@@ -367,6 +368,28 @@ def test_learn_takes_one_step_of_the_optimizer_each_time():
         _, _, expected = naive_losses(batch, model, flags)
         program.learn(flags, model, batch, (), optimizer)
         torch.testing.assert_close(model.baseline, old - 0.125 * torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("where", ["reward", "policy_logits", "weights"])
+def test_an_update_that_is_not_finite_is_skipped(where, value):
+    stream, model = random_stream(0, T + 1)
+    flags, batch = make_flags(reward_clipping="none"), rollouts(stream)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
+    program.learn(flags, model, batch, (), optimizer)
+    if where == "weights":
+        with torch.no_grad():
+            model.policy_logits[2, 1] = value
+    else:
+        batch[where].view(-1)[2 * batch[where].shape[2:].numel()] = value
+    before = [p.detach().clone() for p in model.parameters()]
+    state = [s["square_avg"].clone() for s in optimizer.state.values()]
+    figures = program.learn(flags, model, batch, (), optimizer)
+    assert not experiment.is_good(figures)
+    for old, new in zip(before, model.parameters(), strict=True):
+        torch.testing.assert_close(old, new.detach(), rtol=0, atol=0, equal_nan=True)
+    for old, new in zip(state, optimizer.state.values(), strict=True):
+        assert torch.equal(old, new["square_avg"])
 
 
 class Wheel(gym.Env):

@@ -801,10 +801,43 @@ class Astronomical(Catch):
         return observation, 1e30, *rest
 
 
-def test_an_update_that_is_not_finite_ends_the_run_and_says_what_to_change(train, tmp_path):
+def test_updates_that_are_not_finite_end_the_run_and_leave_their_batch(train, tmp_path):
+    folder = tmp_path / "run"
     with pytest.raises(FloatingPointError, match="lower --learning_rate"):
         train("--reward_clipping none --xpid run", ENDLESS, env=Astronomical)
-    assert "FloatingPointError" in read_meta(tmp_path / "run")["status"]
+    assert "FloatingPointError" in read_meta(folder)["status"]
+    skipped = re.findall(r"The update was skipped, .*; (\d+) in a row", out(folder))
+    assert skipped == [str(1 + k) for k in range(experiment.MAX_SKIPPED)]
+    dump = load(folder / "bad_batch.tar")
+    batch, _ = dump["batch"]
+    assert (batch["reward"] == 1e30).any() and batch["reward"].shape == (21, 4)
+    assert dump["origin"] == {"streams": [0]}
+    assert not (folder / "model.tar").exists()
+
+
+class SometimesAstronomical(Catch):
+    """Pays more than can be squared, once in a while."""
+
+    count = 0
+
+    def step(self, action):
+        observation, reward, *rest = super().step(action)
+        SometimesAstronomical.count += 1
+        return observation, 1e30 if self.count % 2000 == 1000 else reward, *rest
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted(train, tmp_path):
+    folder = tmp_path / "run"
+    status, _ = train(
+        "--reward_clipping none --xpid run --total_steps 6000", env=SometimesAstronomical
+    )
+    assert status == 0
+    checkpoint = load(folder / "model.tar")
+    skipped = checkpoint["stats"]["skipped_updates"]
+    assert 1 <= skipped <= 4 and out(folder).count("The update was skipped") == skipped
+    assert read_rows(folder)[-1]["skipped_updates"] == str(skipped)
+    assert all(w.isfinite().all() for w in checkpoint["model_state_dict"].values())
+    assert checkpoint["step"] >= 6000
 
 
 class NotANumber(Catch):

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "rollout.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <memory>
@@ -83,6 +84,18 @@ TEST(rollouts_overlap_by_one_row) {
     CHECK(values_of(env_outputs.at("last_action").leaf()) == rows(first_row));
     CHECK(values_of(agent.at(0).leaf()) == rows(first_row));  // zeros in the very first row
     CHECK(values_of(agent.at(1).leaf()) == rows(first_row, 10));
+  }
+}
+
+TEST(rows_tell_the_actor_where_one_is_given) {
+  Rollout rollout(kUnrollLength, true, step_of(0), new_pool(), 7);
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    const Arrays finished = fill(rollout, repeat * kUnrollLength);
+    const Array& actor = finished.tuple()[0].dict().at("actor").leaf();
+    CHECK((actor.shape == Shape{kUnrollLength + 1, kNumEnvs}));
+    const auto* values = reinterpret_cast<const int32_t*>(actor.data.get());
+    CHECK(std::all_of(values, values + (kUnrollLength + 1) * kNumEnvs,
+                      [](int32_t value) { return value == 7; }));
   }
 }
 

@@ -202,6 +202,16 @@ TEST(a_row_with_anything_wrong_is_refused) {
   CHECK_THROWS(WireError, decode_row(valid_step(3), 2));
 }
 
+TEST(a_reward_that_is_not_finite_is_refused) {
+  for (const float value :
+       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+        -std::numeric_limits<float>::infinity()}) {
+    rpcenv::Step step = valid_step(2);
+    step.set_reward(bytes(std::vector<float>{0, value}));
+    CHECK_THROWS(WireError, decode_row(step, 2));
+  }
+}
+
 // Frames [N, C, 2], K of them a stack.
 constexpr int64_t kN = 3;
 constexpr int64_t kC = 2;

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C, once and twice, in every state of both programs: how soon, what status, what is left."""
+
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+from program import Program, last_step, run, shared_memory, wait_until
+
+TESTS = pathlib.Path(__file__).parent
+PROGRAMS = {"monobeast": TESTS / "catch.py", "polybeast": TESTS / "catch_poly.py"}
+SOON = 10  # seconds
+TRAIN = "--env Catch --xpid run --total_steps 1000000000 --savedir"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Folders of short runs, by program."""
+    folders = {}
+    for name, script in PROGRAMS.items():
+        folders[name] = tmp_path_factory.mktemp(name)
+        status, output = run(script, "--env Catch --xpid run --total_steps 1000 --savedir",
+                             folders[name])  # fmt: skip
+        assert status == 0, output
+    return folders
+
+
+def says(text):
+    return lambda program, folder: text in program.output
+
+
+def learns(program, folder):
+    return last_step(folder / "run") > 0
+
+
+def children_are_stopped(program, folder):
+    """Stop all actors, or servers, once it learns: as a debugger does, or a machine that sleeps."""
+    if not learns(program, folder):
+        return False
+    for pid in program.members("forkserver") + program.members("spawn_main"):
+        os.kill(pid, signal.SIGSTOP)
+    return True
+
+
+STATES = {  # program, flags, whether it is in the state
+    "mono-starting": ("monobeast", TRAIN, says("Run folder")),
+    "mono-learning": ("monobeast", TRAIN, learns),
+    "mono-children-stopped": ("monobeast", TRAIN, children_are_stopped),
+    "mono-testing": ("monobeast", "--mode test --num_episodes 100000000 --savedir", says("game 1")),
+    "poly-starting": ("polybeast", TRAIN, says("Starting environment servers")),
+    "poly-waiting": ("polybeast", f"--server_addresses unix:/nowhere {TRAIN}", says("Waiting for")),
+    "poly-learning": ("polybeast", TRAIN, learns),
+    "poly-children-stopped": ("polybeast", TRAIN, children_are_stopped),
+    "poly-testing": ("polybeast", "--mode test --num_episodes 100000000 --savedir", says("game 1")),
+}
+
+
+@pytest.mark.parametrize("times", ["once", "twice"])
+@pytest.mark.parametrize("state", STATES)
+def test_ctrl_c_ends_a_program_soon_and_whole(state, times, trained, tmp_path, record_property):
+    name, words, is_in_state = STATES[state]
+    folder = trained[name] if "testing" in state else tmp_path
+    before = shared_memory()
+    with Program(PROGRAMS[name], words, folder, TMPDIR=str(tmp_path)) as program:
+        program.wait_until(lambda: is_in_state(program, folder))
+        began = time.monotonic()
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal does
+        if times == "twice":
+            wait_until(lambda: time.monotonic() > began + 1.2 or program.process.poll() is not None)
+            if program.process.poll() is None:
+                os.killpg(program.pid, signal.SIGINT)
+                began = time.monotonic()
+        status, output = program.end(1 if times == "twice" else SOON)
+        record_property("seconds", round(time.monotonic() - began, 2))
+        program.wait_for_members()
+    assert status in (128 + signal.SIGINT, -signal.SIGINT), output
+    assert shared_memory() <= before
+    assert [path for path in tmp_path.rglob("*") if path.is_socket()] == []
+    if times == "once":
+        assert "Traceback" not in output
+        assert [path for path in tmp_path.glob("polybeast-*")] == []
+        assert (folder / "run" / "model.tar").exists() == ("waiting" not in state)

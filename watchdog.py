@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who has been silent for too long, and where everybody stands. No torch here.
+
+SIGUSR1 to a program prints the Python stacks of all its threads and processes.
+"""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+import traceback
+
+# Times --stall_timeout_s: an actor, or an environment server, that is silent for so long is killed,
+# upon which another one takes its place.
+PATIENCE = 5
+
+
+class Watchdog:
+    """Tells in the log who is silent, from a thread of its own, until it is closed.
+
+    Args:
+      timeout_s: seconds of silence that are too many; told again each time they have doubled.
+      others: returns, of all that are not threads of this process, a list of tuples: a name, what
+        it does, for how many seconds, and the id of its process or None.
+    """
+
+    def __init__(self, timeout_s, others=list):
+        self._timeout_s, self._others = timeout_s, others
+        self._beats = {}  # (name, what, since) by thread
+        self._told = {}  # seconds at which somebody is told of again, by name
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def beat(self, what):
+        """Say what this thread does from here on."""
+        thread = threading.current_thread()
+        self._beats[thread.ident] = thread.name, what, time.monotonic()
+
+    def follow(self, batches, waiting, working):
+        """Yield from `batches`, saying that this thread is waiting for one, or working on it."""
+        self.beat(waiting)
+        for batch in batches:
+            self.beat(working)
+            yield batch
+            self.beat(waiting)
+
+    def close(self):
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self):
+        while not self._stop.wait(min(self._timeout_s / 4, 5)):
+            # For when not even this thread can run, since another keeps the interpreter to itself.
+            faulthandler.dump_traceback_later(2 * self._timeout_s)
+            now, frames = time.monotonic(), sys._current_frames()
+            for thread, (name, what, since) in list(self._beats.items()):
+                if thread in frames and self._is_news(name, now - since):
+                    stack = "".join(traceback.format_stack(frames[thread]))
+                    tell(name, what, now - since, f". Its stack:\n{stack}")
+            for name, what, seconds, pid in self._others():
+                if self._is_news(name, seconds):
+                    tell(name, what, seconds, "" if pid is None else describe_process(pid))
+        faulthandler.cancel_dump_traceback_later()
+
+    def _is_news(self, name, seconds):
+        if seconds < self._timeout_s:
+            if self._told.pop(name, None):
+                logging.info("%s is no longer silent", name)
+            return False
+        if seconds < self._told.get(name, 0):
+            return False
+        self._told[name] = 2 * seconds
+        return True
+
+
+def tell(name, what, seconds, details):
+    logging.warning("%s has been silent for %.0f s: it %s%s", name, seconds, what, details)
+
+
+def describe_process(pid):
+    """Have a process print its stacks; return what can be said of it from outside."""
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        os.kill(pid, signal.SIGUSR1)
+    except OSError:
+        return f"; its process {pid} has ended"
+    if state in "tT":
+        return f"; its process {pid} is stopped, and goes on after: kill -CONT {pid}"
+    return f"; its process {pid} prints its stack"
+
+
+def print_stacks_on_signal(other_processes=list):
+    """Have SIGUSR1 print the stacks of this process and those of the others, by their ids."""
+
+    def pass_on(*_):
+        for pid in other_processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+
+    signal.signal(signal.SIGUSR1, pass_on)
+    # Comes first, and without the interpreter, which may be what hangs.
+    faulthandler.register(signal.SIGUSR1, chain=True)
