@@ -330,6 +330,19 @@ class Experiment:
         temporary.rename(self.path / "meta.json")
 
 
+def start_profiler(folder):
+    """Return a profiler that writes a trace of 20 updates, once they are under way."""
+
+    def write(profiler):
+        profiler.export_chrome_trace(str(folder / "trace.json"))
+        logging.info("Wrote %s", folder / "trace.json")
+
+    schedule = torch.profiler.schedule(wait=20, warmup=5, active=20, repeat=1)
+    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+    profiler.start()
+    return profiler
+
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOG_FORMAT = "[%(levelname)s %(asctime)s %(process)d] %(message)s"
 

@@ -25,7 +25,6 @@ rows, of which the first is the last of the rollout before it; environment.py sa
 import argparse
 import copy
 import functools
-import json
 import logging
 import os
 import pprint
@@ -34,7 +33,6 @@ import sys
 import threading
 import time
 
-import gymnasium as gym
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -46,14 +44,15 @@ import experiment
 import libtorchbeast
 import polybeast_env
 import vtrace
-from environment import EnvError, empty_observation, map_nest, space_from_dict
+from environment import EnvError, empty_observation, map_nest
 from servers import (
     ANSWER_TIMEOUT,
     CONNECT_TIMEOUT,
-    consecutive_addresses,
+    check_servers,
     expand_addresses,
     local_servers,
     query_servers,
+    read_spaces,
 )
 from timing import Stopwatch, TimeShares
 from watchdog import Watchdog, print_stacks_on_signal
@@ -144,7 +143,6 @@ atari_wrappers.add_flags(parser)
 
 LOG_INTERVAL = 5  # seconds
 CHECKPOINT_INTERVAL = 5 * 60  # seconds
-MAX_ENVS_PER_STREAM = 4096  # of libtorchbeast.Server
 ENV_SCRIPT = polybeast_env.__file__  # what local servers run
 
 
@@ -409,19 +407,6 @@ def inference(flags, model, batcher, weights, device, batch_sizes):
             batch_sizes.append(inputs["reward"].shape[1])
 
 
-def start_profiler(folder):
-    """Return a profiler that writes a trace of 20 updates, once they are under way."""
-
-    def write(profiler):
-        profiler.export_chrome_trace(str(folder / "trace.json"))
-        logging.info("Wrote %s", folder / "trace.json")
-
-    schedule = torch.profiler.schedule(wait=20, warmup=5, active=20, repeat=1)
-    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
-    profiler.start()
-    return profiler
-
-
 def get_device(flags):
     cuda = torch.cuda.is_available() and not flags.disable_cuda
     return torch.device("cuda:0" if cuda else "cpu")
@@ -440,34 +425,10 @@ def check_flags(flags):
             f"--max_learner_queue_size is {flags.max_learner_queue_size}, but a batch needs "
             f"--batch_size = {flags.batch_size} rollouts: give it at least that"
         )
-    if flags.server_addresses and flags.pipes_basename is not None:
-        raise experiment.FlagError(
-            f"--server_addresses ({flags.server_addresses}) names servers that run already, "
-            f"--pipes_basename ({flags.pipes_basename}) where to start some: give only one"
-        )
     try:
-        if flags.server_addresses:
-            num_addresses = len(expand_addresses(flags.server_addresses))
-        else:
-            local = flags.pipes_basename or "unix:/a/temporary/folder"
-            num_addresses = len(consecutive_addresses(local, flags.num_servers))
+        check_servers(flags)
     except ValueError as error:
         raise experiment.FlagError(error) from None
-    if (flags.num_actors or num_addresses) < num_addresses:
-        raise experiment.FlagError(
-            f"--num_actors is {flags.num_actors}, but there are {num_addresses} servers, each of "
-            f"which needs an actor: give it at least {num_addresses}"
-        )
-    if (flags.num_actors or 0) > libtorchbeast.MAX_STREAMS * num_addresses:
-        raise experiment.FlagError(
-            f"--num_actors is {flags.num_actors}, but {num_addresses} servers take at most "
-            f"{libtorchbeast.MAX_STREAMS} streams each"
-        )
-    if (flags.envs_per_stream or 1) > MAX_ENVS_PER_STREAM:
-        raise experiment.FlagError(
-            f"--envs_per_stream is {flags.envs_per_stream}, but servers step at most "
-            f"{MAX_ENVS_PER_STREAM} environments as one batch"
-        )
     if flags.seed is not None and flags.seed < 0:
         raise experiment.FlagError(f"--seed is {flags.seed}; it must not be negative")
     if flags.seed is None:
@@ -517,18 +478,7 @@ def train_on(flags, addresses, process):
 
     # One environment will do to answer, if we are to say how many there shall be.
     handshake = query_servers(addresses, flags.envs_per_stream and 1, process)
-    if not handshake["spaces"]:
-        raise EnvError(
-            "the environment servers do not tell the spaces, which the net is made from: serve the "
-            "environment by create_env of polybeast_env.py"
-        )
-    spaces = {key: space_from_dict(d) for key, d in json.loads(handshake["spaces"]).items()}
-    observation_space = spaces["observation"]
-    if not isinstance(spaces["action"], gym.spaces.Discrete):
-        raise EnvError(
-            f"the servers' action space is {spaces['action']}; only Discrete is supported"
-        )
-    num_actions = int(spaces["action"].n)
+    observation_space, num_actions = read_spaces(handshake)
     N = flags.envs_per_stream or handshake["num_envs"]
     num_actors = flags.num_actors or len(addresses)
     max_queue_size = flags.max_learner_queue_size or B
@@ -581,7 +531,7 @@ def train_on(flags, addresses, process):
         copy_stream = torch.cuda.Stream(device) if use_cuda else None
         profiler = None  # a profiler sees the thread that starts it
         if flags.write_profiler_trace and profiled.acquire(blocking=False):
-            profiler = start_profiler(run_folder.path)
+            profiler = experiment.start_profiler(run_folder.path)
         while True:
             watchdog.beat("waits for a batch")
             with learner_waits:

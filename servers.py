@@ -7,6 +7,7 @@ processes that are started anew when they die, and the learner's first question 
 
 import contextlib
 import itertools
+import json
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -21,8 +22,10 @@ import tempfile
 import threading
 import time
 
+import gymnasium as gym
+
 import libtorchbeast
-from environment import EnvError
+from environment import EnvError, space_from_dict
 from watchdog import PATIENCE, Watchdog, print_stacks_on_signal
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -67,6 +70,35 @@ def expand_addresses(text):
             )
         addresses += [match[1] or f"{match[2]}:{port}" for port in range(first, last + 1)]
     return addresses
+
+
+def check_servers(flags):
+    """Raise ValueError where the learner's flags of its servers cannot work."""
+    if flags.server_addresses and flags.pipes_basename is not None:
+        raise ValueError(
+            f"--server_addresses ({flags.server_addresses}) names servers that run already, "
+            f"--pipes_basename ({flags.pipes_basename}) where to start some: give only one"
+        )
+    if flags.server_addresses:
+        num_addresses = len(expand_addresses(flags.server_addresses))
+    else:
+        local = flags.pipes_basename or "unix:/a/temporary/folder"
+        num_addresses = len(consecutive_addresses(local, flags.num_servers))
+    if (flags.num_actors or num_addresses) < num_addresses:
+        raise ValueError(
+            f"--num_actors is {flags.num_actors}, but there are {num_addresses} servers, each of "
+            f"which needs an actor: give it at least {num_addresses}"
+        )
+    if (flags.num_actors or 0) > libtorchbeast.MAX_STREAMS * num_addresses:
+        raise ValueError(
+            f"--num_actors is {flags.num_actors}, but {num_addresses} servers take at most "
+            f"{libtorchbeast.MAX_STREAMS} streams each"
+        )
+    if (flags.envs_per_stream or 1) > libtorchbeast.MAX_ENVS:
+        raise ValueError(
+            f"--envs_per_stream is {flags.envs_per_stream}, but servers step at most "
+            f"{libtorchbeast.MAX_ENVS} environments as one batch"
+        )
 
 
 @contextlib.contextmanager
@@ -152,6 +184,21 @@ def query_servers(addresses, num_envs, process=None):
     if not handshakes:
         raise EnvError(f"no environment server can be used: {answer}")
     return max(handshakes, key=handshakes.count)  # the first of the most frequent
+
+
+def read_spaces(handshake):
+    """Return the observation space and the number of actions of which a handshake tells."""
+    if not handshake["spaces"]:
+        raise EnvError(
+            "the environment servers do not tell the spaces, which the net is made from: serve the "
+            "environment by create_env of polybeast_env.py"
+        )
+    spaces = {key: space_from_dict(d) for key, d in json.loads(handshake["spaces"]).items()}
+    if not isinstance(spaces["action"], gym.spaces.Discrete):
+        raise EnvError(
+            f"the servers' action space is {spaces['action']}; only Discrete is supported"
+        )
+    return spaces["observation"], int(spaces["action"].n)
 
 
 def remove_socket(address):

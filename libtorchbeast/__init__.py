@@ -7,7 +7,7 @@ compiled part.
 
 import importlib
 
-MAX_STREAMS = 16  # at once, a server
+MAX_STREAMS, MAX_ENVS = 16, 4096  # at once, a server; a stream
 
 _MODULES = {"Server": "libtorchbeast.server"} | dict.fromkeys(
     (

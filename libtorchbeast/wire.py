@@ -11,10 +11,9 @@ import re
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from libtorchbeast import rpcenv_pb2
+from libtorchbeast import MAX_ENVS, rpcenv_pb2
 
 MAX_MESSAGE_BYTES = 256 * 2**20
-MAX_ENVS = 4096  # a stream
 MAX_NEST_DEPTH = 32
 
 _DTYPES = [np.dtype(name.lower()) for name in rpcenv_pb2.DType.keys()]

@@ -151,9 +151,7 @@ def test_a_server_whose_environment_hangs_is_told_with_its_stack_and_replaced(tm
     words += " --total_steps 100000000 --num_servers 1"
     with Program(CATCH_POLY, words, TMPDIR=str(tmp_path)) as program:
         program.wait_until(marker.exists)
-        program.wait_until(
-            lambda: re.search(r"silent for \d+ s; it is started", program.output)
-        )
+        program.wait_until(lambda: re.search(r"silent for \d+ s; it is started", program.output))
         assert "catch_env.py" in program.output and "in step" in program.output
         assert re.search(r"the server of unix:.* has been silent for \d+ s", program.output)
         assert re.search(r"stream 0 has been silent for \d+ s: it waits for env", program.output)
