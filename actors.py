@@ -19,7 +19,9 @@ from collections import deque
 from experiment import STOP_SIGNALS
 from watchdog import PATIENCE, print_stacks_on_signal
 
-MAX_DEATHS = 5  # of one actor, with no rollout in between, that end the run
+# So many deaths of one actor end the run, if it never gave so many rollouts (of each of its
+# environments) in between: then it is not bad luck.
+MAX_DEATHS, MIN_ROLLOUTS = 5, 10
 HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)  # which an actor is not ready for at once
 
 
@@ -91,7 +93,8 @@ class Actors:
         self._processes = [None] * num_actors
         self._pipes = [None] * num_actors
         self._deaths = [0] * num_actors
-        self._deaths_in_a_row = [0] * num_actors  # since the last rollout
+        self._deaths_in_a_row = [0] * num_actors
+        self._num_rollouts = [0] * num_actors  # since the last death
         self._tracebacks = [None] * num_actors
         self._wake_reader, self._wake_writer = multiprocessing.Pipe(duplex=False)
         self._watcher = threading.Thread(target=self._watch, name="actors", daemon=True)
@@ -221,7 +224,8 @@ class Actors:
                 if kind == "error":
                     self._tracebacks[actor] = content
                     return False
-                if content:
+                self._num_rollouts[actor] += bool(content)
+                if self._num_rollouts[actor] == MIN_ROLLOUTS:
                     self._deaths_in_a_row[actor] = 0
                 with self._condition:
                     self._full.extend(content)
@@ -256,14 +260,15 @@ class Actors:
         self._deaths_in_a_row[actor] += 1
         if self._deaths_in_a_row[actor] >= MAX_DEATHS:
             raise RuntimeError(
-                f"actor {actor} died {MAX_DEATHS} times without a rollout in between, most "
-                f"recently: {cause}"
+                f"actor {actor} died {MAX_DEATHS} times with less than {MIN_ROLLOUTS} rollouts in "
+                f"between, most recently: {cause}"
             )
         logging.error(
-            "Actor %d died and is started anew (death %d; since its last rollout %d, of which %d "
-            "end the run): %s",
+            "Actor %d died and is started anew (death %d; %d soon after another, of which %d end "
+            "the run): %s",
             *(actor, self._deaths[actor], self._deaths_in_a_row[actor], MAX_DEATHS, cause),
         )
+        self._num_rollouts[actor] = 0
         self._start_process(actor)
         with self._condition:
             self._hand_out()  # to others, of the indices that came back

@@ -157,8 +157,8 @@ def resume(flags, model, optimizer, scheduler, stats):
 
 
 def is_good(figures):
-    """Return whether loss and gradient of an update are finite numbers."""
-    return math.isfinite(figures["total_loss"] + figures["grad_norm"])
+    """Return whether all figures of an update, floats by name, are finite."""
+    return all(map(math.isfinite, figures.values()))
 
 
 class Experiment:

@@ -220,7 +220,9 @@ class AtariNet(nn.Module):
         policy_logits = self.policy(x)  # [T * B, A]
         baseline = self.baseline(x)
         if self.training:
-            action = torch.multinomial(F.softmax(policy_logits, dim=1), num_samples=1)
+            # By Gumbel's trick, since multinomial fails on a NaN, of which the learner is to tell.
+            noise = torch.empty_like(policy_logits).exponential_().log()
+            action = (policy_logits - noise).argmax(dim=1)
         else:
             action = policy_logits.argmax(dim=1)
         return {

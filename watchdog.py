@@ -102,6 +102,7 @@ def print_stacks_on_signal(other_processes=list):
         for pid in other_processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
+                time.sleep(0.05)  # lest what two of them print be mixed
 
     signal.signal(signal.SIGUSR1, pass_on)
     # Comes first, and without the interpreter, which may be what hangs.

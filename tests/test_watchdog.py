@@ -119,9 +119,8 @@ def test_sigusr1_prints_the_stacks_of_all_processes_and_the_run_goes_on(script, 
     with Program(script, words, TMPDIR=str(tmp_path)) as program:
         program.wait_until(lambda: last_step(tmp_path / "run") > 0)
         os.kill(program.pid, signal.SIGUSR1)
-        places = ["in log", "in batch_and_learn", "in watch"]
+        places = ["in train", "in batch_and_learn", "in _watch"]
         places += ["in act"] if script == CATCH else ["in keep_serving", "in serve", "in answer"]
-        places[0] = "in train"
         program.wait_until(lambda: all(place in program.output for place in places))
         step = last_step(tmp_path / "run")
         program.wait_until(lambda: last_step(tmp_path / "run") > step)
