@@ -73,3 +73,5 @@ if __name__ == "__main__":
         sys.exit(monobeast.main())
     except experiment.FlagError as error:
         sys.exit(f"catch.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -39,8 +39,8 @@ def children_are_stopped(program, folder):
     """Stop all actors, or servers, once it learns: as a debugger does, or a machine that sleeps."""
     if not learns(program, folder):
         return False
-    for pid in program.members("forkserver") + program.members("spawn_main"):
-        os.kill(pid, signal.SIGSTOP)
+    for pid in sorted(program.members("forkserver"))[1:] + program.members("spawn_main"):
+        os.kill(pid, signal.SIGSTOP)  # all but the fork server itself, which comes first
     return True
 
 
@@ -57,8 +57,16 @@ STATES = {  # program, flags, whether it is in the state
 }
 
 
-@pytest.mark.parametrize("times", ["once", "twice"])
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    ("state", "times"),
+    # What is stopped cannot notice that its parent was ended at once, before it goes on.
+    [
+        (s, t)
+        for s in STATES
+        for t in ("once", "twice")
+        if (s[5:], t) != ("children-stopped", "twice")
+    ],
+)
 def test_ctrl_c_ends_a_program_soon_and_whole(state, times, trained, tmp_path, record_property):
     name, words, is_in_state = STATES[state]
     folder = trained[name] if "testing" in state else tmp_path
@@ -72,7 +80,7 @@ def test_ctrl_c_ends_a_program_soon_and_whole(state, times, trained, tmp_path, r
             if program.process.poll() is None:
                 os.killpg(program.pid, signal.SIGINT)
                 began = time.monotonic()
-        status, output = program.end(1 if times == "twice" else SOON)
+        status, output = program.end(SOON / 2 if times == "twice" else SOON)
         record_property("seconds", round(time.monotonic() - began, 2))
         program.wait_for_members()
     assert status in (128 + signal.SIGINT, -signal.SIGINT), output
@@ -81,4 +89,5 @@ def test_ctrl_c_ends_a_program_soon_and_whole(state, times, trained, tmp_path, r
     if times == "once":
         assert "Traceback" not in output
         assert [path for path in tmp_path.glob("polybeast-*")] == []
-        assert (folder / "run" / "model.tar").exists() == ("waiting" not in state)
+        has_begun = state not in ("poly-starting", "poly-waiting")
+        assert (folder / "run" / "model.tar").exists() == has_begun
