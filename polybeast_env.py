@@ -104,6 +104,7 @@ def be_server(flags, address, seed, pipe):
         multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
         for address in served:
             servers.remove_socket(address)
+            servers.remove_temporary_folder(address)
         os._exit(1)  # at once, whatever the environments are doing
 
     def started(address):
