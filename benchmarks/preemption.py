@@ -43,7 +43,7 @@ WORDS = {
     "monobeast": "--num_actors 2 --envs_per_actor 4",
     "polybeast": "--num_servers 2 --envs_per_stream 4",
 }
-PATIENCE = 60  # seconds for anything that should happen, on a machine that does much else
+PATIENCE = 300  # seconds for anything that should happen, on a machine that does much else
 OF_TORCH = "torchinductor_"  # folders that PyTorch, not we, leave behind
 
 
@@ -116,17 +116,20 @@ class Campaign:
                 program.wait_until(lambda: (self.folder / "told.json").exists(), PATIENCE)
                 began = time.time()
                 time.sleep(self.dice.uniform(0, 5))
-            deadline = time.monotonic() + 2 * INTERVAL
+            members, deadline = program.members(), time.monotonic() + 2 * INTERVAL
             while when == "writing" and time.monotonic() < deadline:
-                if any((self.run / name).exists() for name in ("model.tmp", "best.tmp")):
+                if self.is_writing():
                     break
-            members, killed = program.members(), time.time()
+            killed = time.time()
             (os.killpg if whole_group else os.kill)(program.pid, signal.SIGKILL)
             status, output = program.end()
             self.check(status == -signal.SIGKILL, f"ended by itself, {status}:\n{output}")
             self.check_traces(program, members)
         self.check_start(output)
         self.check_checkpoints(killed, began)
+
+    def is_writing(self):
+        return any(os.path.exists(self.run / name) for name in ("model.tmp", "best.tmp"))
 
     def check_traces(self, program, pids):
         """See that all processes, sockets, folders and shared memory go, too."""
@@ -180,7 +183,7 @@ class Campaign:
     def check_checkpoints(self, killed, began):
         from program import load
 
-        self.in_writing += any((self.run / name).exists() for name in ("model.tmp", "best.tmp"))
+        self.in_writing += self.is_writing()
         path, before = self.run / "model.tar", self.saved
         try:
             if path.exists() or before:
@@ -244,9 +247,10 @@ def main():
 
 
 def report(campaigns, seconds):
+    import torch
     from environments import print_header
 
-    print_header()
+    print_header(torch)
     print(f"- a checkpoint every {INTERVAL} s, {seconds:,.0f} s in all\n")
     titles = ["", "kills", "starting + training + aimed at writing", "files found unfinished"]
     titles += ["seconds lost, median", "most", "steps lost, median", "most", "steps done", "wrong"]
