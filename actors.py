@@ -30,7 +30,7 @@ def start_fork_server():
     A fork server has no threads, and imports the large packages once for all actors.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", "experiment", "gymnasium", "ale_py", "cv2"])
+    context.set_forkserver_preload(["__main__", "torch", "gymnasium", "ale_py", "cv2"])
     # It inherits that the signals are blocked, and so outlives a Ctrl-C or SIGTERM that reaches
     # the whole process group: only the main process decides what to do then. The resource tracker
     # comes first because starting it unblocks the signals.
