@@ -8,7 +8,7 @@ ARGS ?=    # more flags for monobeast.py or polybeast.py, or for pytest
 .DEFAULT_GOAL := help
 # Two targets at once would set up the same environment twice.
 .NOTPARALLEL:
-.PHONY: help pong poly test lint format build sanitize wheel proto clean env dev-env
+.PHONY: help pong poly test preempt lint format build sanitize wheel proto clean env dev-env
 
 CPP := csrc/*.h csrc/*.cc csrc/tests/*.h csrc/tests/*.cc
 
@@ -25,6 +25,9 @@ poly: build ## the same with PolyBeast: a learner in C++ and Python, and environ
 
 test: dev-env build lint ## build, lint, the whole test suite; one file: make test ARGS=tests/test_vtrace.py
 	exec .venv/bin/python -m pytest $(ARGS)
+
+preempt: build ## kill both programs 100 times at random moments and resume them: half an hour
+	exec .venv/bin/python benchmarks/preemption.py $(ARGS)
 
 lint: dev-env ## what the linter says
 	.venv/bin/python -m ruff check .

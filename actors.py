@@ -5,13 +5,16 @@ What is learned stands in monobeast.py; here stands who lives, who dies, and who
 """
 
 import contextlib
+import functools
 import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections import deque
@@ -31,9 +34,7 @@ def start_fork_server():
     A fork server has no threads, and imports the large packages once for all actors.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["__main__", "torch.utils.tensorboard", "gymnasium", "ale_py", "cv2"]
-    )
+    context.set_forkserver_preload(["__main__", "torch", "gymnasium", "ale_py", "cv2"])
     # It inherits that the signals are blocked, and so outlives a Ctrl-C or SIGTERM that reaches
     # the whole process group: only the main process decides what to do then. The resource tracker
     # comes first because starting it unblocks the signals.
@@ -41,7 +42,16 @@ def start_fork_server():
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
     multiprocessing.forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+    remove_after_death(multiprocessing.util.get_temp_dir())
     return context
+
+
+@functools.cache  # keeps the process, and with it the pipe
+def remove_after_death(folder):
+    """Have a folder, here that of the fork server's socket, removed even if we are killed."""
+    return subprocess.Popen(
+        ["sh", "-c", 'read _; rm -rf "$0"', folder], stdin=subprocess.PIPE, process_group=0
+    )
 
 
 def live_for_parent():

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from environment import Environments, map_nest
-from experiment import FlagError, load_checkpoint, restore_weights, run_path
+from experiment import BEST, NEWEST, FlagError, load_checkpoint, restore_weights, run_path
 
 
 def test(flags, create_env, Net):
@@ -18,9 +18,10 @@ def test(flags, create_env, Net):
     Args:
       create_env, Net: the program's function and class.
     """
-    checkpoint = load_checkpoint(flags)
+    checkpoint = load_checkpoint(flags, BEST if flags.best else NEWEST)
     if checkpoint is None:
-        raise FlagError(f"there is no checkpoint in {run_path(flags)}; name a run by --xpid")
+        hint = "; a best one comes after the first game" if flags.best else ""
+        raise FlagError(f"there is no checkpoint in {run_path(flags)}; name a run by --xpid{hint}")
     if flags.num_episodes < 1:
         raise FlagError(f"--num_episodes is {flags.num_episodes}; it must be positive")
     screens = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")

@@ -5,18 +5,20 @@
     logs.csv    a header and a row a tick: _tick,_time,step,...; _time in seconds since the epoch
     out.log     what was printed
     model.tar   the newest checkpoint
+    best.tar    that with the highest mean return of the last 100 games
     events.*    the same figures as logs.csv, for TensorBoard
 
-`latest` beside the runs' folders is a link to the newest one.
+`latest` beside the runs' folders is a link to the newest one. None of them is ever torn, and a full
+disk does not end a run: the log tells what is missing, whole_files.py sees to it.
 """
 
 import argparse
 import contextlib
-import csv
 import ctypes
 import datetime
 import fcntl
 import importlib.metadata
+import io
 import json
 import logging
 import math
@@ -24,6 +26,7 @@ import os
 import pathlib
 import platform
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -33,17 +36,17 @@ from collections import deque
 
 import numpy as np
 import torch
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
+
+from whole_files import CSVFile, EventFile, LogHandler, replace_file
 
 # Of this call alone, never taken over from a checkpoint.
 _CALL_FLAGS = (
     *("mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "num_buffers"),
-    *("pipes_basename", "write_profiler_trace", "autotune"),
+    *("pipes_basename", "write_profiler_trace", "autotune", "best"),
 )
-
-
+NEWEST, BEST = "model.tar", "best.tar"
 MAX_SKIPPED = 10  # updates in a row that are not finite
 
 
@@ -73,12 +76,20 @@ def parse_flags(parser, argv=None):
         if not run_path(flags).exists():
             raise FlagError(f"there is no run in {flags.savedir} yet")
         flags.xpid = run_path(flags).resolve().name
-    saved = load_checkpoint(flags)
+    if flags.best and flags.mode == "train":
+        raise FlagError("--best is for --mode test: training goes on with the newest checkpoint")
+    saved = load_checkpoint(flags, BEST if flags.best else NEWEST)
     if saved is None:
         return flags
     known = {k: v for k, v in saved["flags"].items() if k in flags and k not in _CALL_FLAGS}
     xpid, flags = flags.xpid, parser.parse_args(argv, argparse.Namespace(**known))
     flags.xpid = xpid
+    # Servers that were started elsewhere may have served anything.
+    if flags.env != saved["flags"]["env"] and not saved["flags"].get("server_addresses"):
+        raise FlagError(
+            f"--env is {flags.env}, but the checkpoint in {run_path(flags)} is of "
+            f"{saved['flags']['env']}: leave --env out, or choose another --xpid"
+        )
     return flags
 
 
@@ -97,35 +108,70 @@ def run_path(flags):
     return pathlib.Path(flags.savedir).expanduser() / flags.xpid
 
 
-def load_checkpoint(flags):
-    """Return the checkpoint of the run as a dict, its tensors on the CPU; None if it has none."""
-    path = run_path(flags) / "model.tar"
+def load_checkpoint(flags, name=NEWEST):
+    """Return a checkpoint of the run as a dict, its tensors on the CPU; None if it has none.
+
+    Only tensors and plain values are read: a file that holds code is refused, and does not run it.
+    """
+    path = run_path(flags) / name
     if not path.exists():
         return None
+    advice = "move it away or choose another --xpid"
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
+        code = re.search(r"GLOBAL (\S+)|whose module (\S+) is blocked", str(error))
+        if code:
+            raise FlagError(
+                f"cannot read the checkpoint {path}: it is none of ours, as it holds code, which "
+                f"was not run ({code[1] or code[2]}); {advice}"
+            ) from None
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise FlagError(
-            f"cannot read the checkpoint {path} ({error}); move it away or choose another --xpid"
+            f"cannot read the checkpoint {path}: it is damaged, or none at all ({reason}); {advice}"
         ) from error
+    wanted = {"model_state_dict", "optimizer_state_dict", "scheduler_state_dict", "step", "stats"}
+    wanted |= {"random_states", "flags"}
+    if not isinstance(checkpoint, dict) or not wanted <= checkpoint.keys():
+        lacks = sorted(wanted - checkpoint.keys()) if isinstance(checkpoint, dict) else "all"
+        raise FlagError(f"cannot use the checkpoint {path}: it lacks {lacks}; {advice}")
+    program = checkpoint["flags"].get("program", flags.program)
+    if program != flags.program:
+        raise FlagError(
+            f"the checkpoint {path} is of {program}, but this is {flags.program}: run {program}, "
+            "or choose another --xpid"
+        )
+    return checkpoint
 
 
 def restore_weights(model, checkpoint, flags):
-    """Load a checkpoint's weights, or say which flags they were trained with."""
-    try:
-        model.load_state_dict(checkpoint["model_state_dict"])
-    except RuntimeError as error:
-        saved = checkpoint["flags"]
-        differing = [
-            f"--{key} was {saved[key]!r}, is {value!r}"
-            for key, value in sorted(vars(flags).items())
-            if key in saved and key not in _CALL_FLAGS and saved[key] != value
-        ]
-        raise FlagError(
-            f"the checkpoint in {run_path(flags)} does not fit this model "
-            f"({'; '.join(differing) or 'the code of Net has changed'}); "
-            f"undo that or choose another --xpid. {error}"
-        ) from error
+    """Load a checkpoint's weights, or say in what they and the flags of then differ from these."""
+    saved, own = checkpoint["model_state_dict"], model.state_dict()
+    shapes = {
+        name: [str(list(d[name].shape)) if name in d else "missing" for d in (saved, own)]
+        for name in own | saved
+    }
+    lines = [
+        f"{name}: {a} in the checkpoint, {b} in the net"
+        for name, (a, b) in shapes.items()
+        if a != b
+    ]
+    if not lines:
+        model.load_state_dict(saved)
+        return
+    if len(lines) > 10:
+        lines[10:] = [f"and {len(lines) - 10} more"]
+    differing = [
+        f"--{key} was {checkpoint['flags'][key]!r}, is {value!r}"
+        for key, value in sorted(vars(flags).items())
+        if key in checkpoint["flags"].keys() - _CALL_FLAGS and checkpoint["flags"][key] != value
+    ]
+    raise FlagError(
+        f"the checkpoint in {run_path(flags)}, a {checkpoint.get('net', 'net')} of "
+        f"{checkpoint['flags']['env']}, does not fit this {type(model).__name__} of {flags.env} "
+        f"({'; '.join(differing) or 'the environment or the code of Net has changed'}); undo that "
+        "or choose another --xpid\n  " + "\n  ".join(lines)
+    )
 
 
 def resume(flags, model, optimizer, scheduler, stats):
@@ -165,17 +211,27 @@ class Experiment:
     """The folder and the screen of a training run. Use as a context manager.
 
     The folder is locked against a second process. On a wide terminal a progress bar shows every
-    tick, elsewhere a plain line.
+    tick, elsewhere a plain line. At the end, a last checkpoint that could not be written raises
+    FlagError.
     """
 
     def __init__(self, flags):
         self.path = run_path(flags)
         self.status = "ended"  # what meta.json says at the end, if there is no error
         self._flags = flags
+        self._lost = ""  # what the last attempt to save could not, and why
+        self._meta = _describe_run(flags)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - until the process ends
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in (NEWEST, BEST, "meta.json", "logs.csv"):  # of a process that was killed
+                (self.path / path).with_suffix(".tmp").unlink(missing_ok=True)
+            if (self.path / "meta.json").exists():
+                earlier = json.loads((self.path / "meta.json").read_text())
+                self._meta["earlier"] = earlier.pop("earlier", []) + [earlier]
+            self._write_meta()
+            self._out = LogHandler(self.path / "out.log", LOG_FORMAT)
         except BlockingIOError:
             raise FlagError(
                 f"another process is training in {self.path}; stop it or choose another --xpid"
@@ -183,14 +239,7 @@ class Experiment:
         except OSError as error:
             raise FlagError(f"cannot use --savedir {flags.savedir}: {error}") from error
         _link_latest(self.path)
-        self._out = logging.FileHandler(self.path / "out.log")
-        self._out.setFormatter(logging.Formatter(LOG_FORMAT))
         logging.getLogger().addHandler(self._out)
-        self._meta = _describe_run(flags)
-        if (self.path / "meta.json").exists():
-            earlier = json.loads((self.path / "meta.json").read_text())
-            self._meta["earlier"] = earlier.pop("earlier", []) + [earlier]
-        self._write_meta()
         self._csv = self._events = self._ticks = None
         self._bar = tqdm(
             total=flags.total_steps,
@@ -215,20 +264,37 @@ class Experiment:
         if error is not None:
             self.status = f"{error_type.__name__}: {error}"
             self._write_out(logging.CRITICAL, "The run failed", (error_type, error, traceback))
+        elif self._lost:
+            self.status = f"{self.status}, but {self._lost}"
         self._meta["end"] = _now()
         self._meta["status"] = self.status
-        self._write_meta()
+        try:
+            self._write_meta()
+        except OSError as reason:
+            logging.error("Cannot write into meta.json (%s): %s", reason, self.status)
         if self._csv is not None:
             self._events.close()
             self._csv.close()
         logging.getLogger().removeHandler(self._out)
         self._out.close()
         self._lock.close()
+        if error is None and self._lost:
+            raise FlagError(self._lost)
 
     def start_logs(self, step):
         """Open logs.csv and the event file; what they hold beyond `step` is dropped."""
-        self._csv = _CSV(self.path / "logs.csv", step)
-        self._events = SummaryWriter(self.path, purge_step=step)
+        best = load_checkpoint(self._flags, BEST)
+        self._merit = _merit(best["stats"]) if best else (0, None)
+        self._saved_steps = {
+            NEWEST: step if (self.path / NEWEST).exists() else None,
+            BEST: best and best["step"],
+        }
+        self._save_time = time.monotonic() + self._flags.checkpoint_interval_s
+        try:
+            self._csv = CSVFile(self.path / "logs.csv", step)
+            self._events = EventFile(self.path, step)
+        except OSError as error:
+            raise FlagError(f"cannot use --savedir {self._flags.savedir}: {error}") from error
         # Of the last minute or so, for the time left.
         self._ticks = deque([(time.monotonic(), step)], maxlen=12)
 
@@ -248,10 +314,9 @@ class Experiment:
             seconds = max(0, self._flags.total_steps - step) / lasting_rate
             left = str(datetime.timedelta(seconds=round(seconds)))
 
-        self._csv.write({"step": step, "steps_per_second": rate, **figures})
-        for key, value in {"steps_per_second": rate, **figures}.items():
-            if value is not None:
-                self._events.add_scalar(key, value, step)
+        figures = {"steps_per_second": rate, **figures}
+        self._csv.write({"step": step, **figures})
+        self._events.write(step, {k: value for k, value in figures.items() if value is not None})
         frames = getattr(self._flags, "frame_skip", 1)  # a step
         line = " | ".join(
             [
@@ -268,26 +333,58 @@ class Experiment:
             self._bar.set_description_str(line)
             self._write_out(logging.INFO, line)
 
-    def save_checkpoint(self, model, optimizer, scheduler, stats):
-        """Write the checkpoint as a whole or not at all: into a temporary file, then renamed."""
+    def checkpoint_is_due(self, within):
+        """Say whether the interval will have passed when this is asked again in so many seconds."""
+        return time.monotonic() + within > self._save_time
+
+    def save_checkpoint(self, lock, model, optimizer, scheduler, stats):
+        """Write the newest checkpoint, and the best one where it is that, too.
+
+        Where that fails, as on a full disk, the checkpoint before stays, and so does the run.
+
+        Args:
+          lock: guards the rest; it is held while that is copied, not while the disk is waited for.
+          stats: nothing is written while `skipped_in_a_row` of it is not 0: the last update was
+            bad, and so the model may be.
+        """
         if self._flags.disable_checkpoint:
             return
-        checkpoint = {
-            "model_state_dict": model.state_dict(),
-            "optimizer_state_dict": optimizer.state_dict(),
-            "scheduler_state_dict": scheduler.state_dict(),
-            "step": stats["step"],
-            "stats": stats,
-            "random_states": random_states(),
-            "flags": vars(self._flags),
-        }
-        path = self.path / "model.tar"
-        with open(path.with_suffix(".tmp"), "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        path.with_suffix(".tmp").rename(path)
-        logging.info("Saved %s at step %s", path, f"{stats['step']:,}")
+        with lock:
+            step, merit, buffer = stats["step"], _merit(stats), io.BytesIO()
+            if stats.get("skipped_in_a_row"):
+                self._lost = f"no checkpoint was written at step {step:,}: the last update was bad"
+                logging.warning("%s", self._lost)
+                return
+            checkpoint = {
+                "model_state_dict": model.state_dict(),
+                "optimizer_state_dict": optimizer.state_dict(),
+                "scheduler_state_dict": scheduler.state_dict(),
+                "step": step,
+                "stats": stats,
+                "random_states": random_states(),
+                "flags": vars(self._flags),
+                "net": type(model).__name__,
+            }
+            torch.save(checkpoint, buffer)
+            self._save_time = time.monotonic() + self._flags.checkpoint_interval_s
+        self._lost = ""
+        # The best one first: it must not be worse than the newest, whenever this is killed.
+        for name in (BEST, NEWEST) if merit > self._merit else (NEWEST,):
+            try:
+                replace_file(self.path / name, buffer.getbuffer())
+            except OSError as error:
+                before = self._saved_steps[name]
+                before = "there is none" if before is None else f"that of step {before:,} stays"
+                self._lost = (
+                    f"the checkpoint {self.path / name} of step {step:,} could not be written "
+                    f"({error.strerror or error}): {before}"
+                )
+                logging.error("%s", self._lost)
+            else:
+                self._saved_steps[name] = step
+                if name == BEST:
+                    self._merit = merit
+                logging.info("Saved %s at step %s", self.path / name, f"{step:,}")
 
     def check_update(self, figures, stats, batch, origin):
         """Count an update that was skipped since it is not good, and tell where its batch is from.
@@ -313,7 +410,9 @@ class Experiment:
         )
         if stats["skipped_in_a_row"] >= MAX_SKIPPED:
             path = self.path / "bad_batch.tar"
-            torch.save({"batch": batch, "origin": origin, "figures": figures}, path)
+            content = io.BytesIO()
+            torch.save({"batch": batch, "origin": origin, "figures": figures}, content)
+            replace_file(path, content.getbuffer())
             raise FloatingPointError(
                 f"{MAX_SKIPPED} updates in a row were not finite, the last one with {what}. The "
                 f"batch lies in {path}, of {origin}; the checkpoint is from before. Look at the "
@@ -325,9 +424,13 @@ class Experiment:
         self._out.handle(logging.LogRecord("", level, __file__, 0, message, (), error))
 
     def _write_meta(self):
-        temporary = self.path / "meta.tmp"
-        temporary.write_text(json.dumps(self._meta, indent=2, default=str) + "\n")
-        temporary.rename(self.path / "meta.json")
+        text = json.dumps(self._meta, indent=2, default=str) + "\n"
+        replace_file(self.path / "meta.json", text.encode())
+
+
+def _merit(stats):
+    """Return what is larger for the better checkpoint: with fewer games, a mean says nothing."""
+    return len(stats["game_returns"]), mean(stats["game_returns"])
 
 
 def start_profiler(folder):
@@ -442,50 +545,6 @@ def restore_random_states(states):
     np.random.set_state(tuple(states["numpy"]))
     version, state, gauss = states["python"]
     random.setstate((version, tuple(state), gauss))
-
-
-class _CSV:
-    """A CSV file that grows by rows and, when a new figure turns up, by columns."""
-
-    def __init__(self, path, step):
-        self._path = path
-        rows = []
-        self._fields = ["_tick", "_time", "step"]
-        if path.exists():
-            lines = path.read_text().splitlines(keepends=True)
-            if lines and not lines[-1].endswith("\n"):
-                del lines[-1]  # torn by a crash
-            reader = csv.DictReader(lines)
-            rows = [row for row in reader if (row["step"] or "").isdigit()]
-            rows = [row for row in rows if int(row["step"]) <= step]
-            self._fields = list(reader.fieldnames or self._fields)
-        self._rewrite(rows if step > 0 else [])
-
-    def write(self, row):
-        new = [key for key in row if key not in self._fields]
-        if new:
-            self._file.close()
-            with open(self._path, newline="") as file:
-                rows = list(csv.DictReader(file))
-            self._fields += new
-            self._rewrite(rows)
-        self._writer.writerow({"_tick": self._tick, "_time": time.time(), **row})
-        self._file.flush()
-        self._tick += 1
-
-    def close(self):
-        self._file.close()
-
-    def _rewrite(self, rows):
-        """Write header and `rows` into a new file, put it in place, and go on at its end."""
-        temporary = self._path.with_suffix(".tmp")
-        self._tick = len(rows)
-        self._file = open(temporary, "w", newline="")  # noqa: SIM115 - kept open for appending
-        self._writer = csv.DictWriter(self._file, self._fields, extrasaction="ignore")
-        self._writer.writeheader()
-        self._writer.writerows(rows)
-        self._file.flush()
-        temporary.rename(self._path)
 
 
 def _link_latest(path):

@@ -31,7 +31,6 @@ import pprint
 import signal
 import sys
 import threading
-import time
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +74,8 @@ run.add_argument("--xpid", help="Name of the run; one that has a checkpoint is r
 run.add_argument("--savedir", default="~/logs/torchbeast", help="Folder of all runs.")
 run.add_argument("--seed", type=int, help="Seed of environments, model and action sampling. "
                  "By default a random one, which meta.json tells.")
+run.add_argument("--checkpoint_interval_s", default=600, type=float,
+                 help="Seconds from one checkpoint to the next: the most that a kill can cost.")
 run.add_argument("--disable_checkpoint", action="store_true", help="Save no checkpoint.")
 run.add_argument("--disable_cuda", action="store_true", help="Learn on the CPU.")
 run.add_argument("--precision", choices=["fp32", "bf16"],
@@ -91,6 +92,8 @@ run.add_argument("--stall_timeout_s", default=60, type=float,
 run.add_argument("--num_episodes", default=10, type=int, help="Whole games that a test plays.")
 run.add_argument("--greedy", action="store_true",
                  help="In a test, take the most probable action instead of sampling.")
+run.add_argument("--best", action="store_true", help="Test the checkpoint with the highest mean "
+                 "return of the last 100 games instead of the newest.")
 
 training = parser.add_argument_group("training")
 training.add_argument("--total_steps", default=5_000_000, type=int,
@@ -139,10 +142,10 @@ optimizer.add_argument("--grad_norm_clipping", default=40.0, type=float,
                        help="Largest norm of the gradient.")
 
 atari_wrappers.add_flags(parser)
+parser.set_defaults(program="polybeast.py")  # whose checkpoints are not for the other one
 # fmt: on
 
 LOG_INTERVAL = 5  # seconds
-CHECKPOINT_INTERVAL = 5 * 60  # seconds
 ENV_SCRIPT = polybeast_env.__file__  # what local servers run
 
 
@@ -418,7 +421,7 @@ def check_flags(flags):
     """Refuse what cannot work, before anything starts; fill in what depends on other flags."""
     for name in ("num_servers", "num_actors", "envs_per_stream", "batch_size", "unroll_length",
                  "total_steps", "num_learner_threads", "num_inference_threads",
-                 "max_learner_queue_size", "stall_timeout_s"):  # fmt: skip
+                 "max_learner_queue_size", "stall_timeout_s", "checkpoint_interval_s"):  # fmt: skip
         value = getattr(flags, name)
         if value is not None and not value > 0:
             raise experiment.FlagError(f"--{name} is {value}; it must be positive")
@@ -667,18 +670,16 @@ def train_on(flags, addresses, process):
             ):
                 for i in range(count):
                     start(function, f"{name} {i}")
-            saved = time.monotonic()
-            while not stop.wait(LOG_INTERVAL):
+            interval = min(LOG_INTERVAL, flags.checkpoint_interval_s)
+            while not stop.wait(interval):
                 watchdog.beat("looks after the run")
                 log()
                 if process is not None and process.poll() is not None:
                     raise EnvError("the environment servers have ended: see above")
                 if actors.num_connected() == 0:
                     logging.warning("No environment server answers: waiting for %s", addresses)
-                if time.monotonic() > saved + CHECKPOINT_INTERVAL and not stats["skipped_in_a_row"]:
-                    with lock:
-                        run_folder.save_checkpoint(model, optimizer, scheduler, stats)
-                    saved = time.monotonic()
+                if run_folder.checkpoint_is_due(within=interval):
+                    run_folder.save_checkpoint(lock, model, optimizer, scheduler, stats)
         finally:
             learner_queue.close()
             inference_batcher.close()
@@ -690,7 +691,7 @@ def train_on(flags, addresses, process):
             run_folder.status = f"stopped by {signal.Signals(signals[0]).name}"
         if errors:
             raise errors[0]
-        run_folder.save_checkpoint(model, optimizer, scheduler, stats)
+        run_folder.save_checkpoint(lock, model, optimizer, scheduler, stats)
         return 128 + signals[0] if signals else 0
 
 

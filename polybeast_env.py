@@ -113,6 +113,7 @@ def be_server(flags, address, seed, pipe, busy_since):
             busy_since[-1] = time.monotonic()  # alive
         for address in served:
             servers.remove_socket(address)
+            servers.remove_temporary_folder(address)
         os._exit(1)  # at once, whatever the environments are doing
 
     def started(address):

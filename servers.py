@@ -35,6 +35,7 @@ GRACE = 5  # seconds in which servers end by themselves
 CONNECT_TIMEOUT = 20  # seconds until a server that cannot be reached is spoken of
 ANSWER_TIMEOUT = 300  # seconds for a server to make its environments
 MAJORITY_TIMEOUT = 5  # seconds after the first answer in which the others are heard
+FOLDER_PREFIX = "polybeast-"  # of temporary folders for sockets
 
 
 def consecutive_addresses(address, num_servers):
@@ -109,7 +110,7 @@ def local_servers(flags, script, *words):
       flags: of the learner.
       script, words: path of polybeast_env.py, or of a fork of it, and its command line.
     """
-    with tempfile.TemporaryDirectory(prefix="polybeast-") as folder:
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
         address = flags.pipes_basename or f"unix:{folder}/server"
         command = [sys.executable, script, "--server_address", address, "--end_with_stdin", *words]
         logging.info("Starting environment servers: %s", " ".join(command))
@@ -207,6 +208,14 @@ def remove_socket(address):
             os.unlink(address.removeprefix("unix:"))
 
 
+def remove_temporary_folder(address):
+    """Remove the folder that a learner, which may have been killed, made for sockets, if empty."""
+    folder = os.path.dirname(address.removeprefix("unix:"))
+    if os.path.basename(folder).startswith(FOLDER_PREFIX):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+
+
 class ServerProcess:
     """A server process, which is started anew when it dies.
 
@@ -294,6 +303,7 @@ class ServerProcess:
             self.process.join()
         if self.has_served:
             remove_socket(self.address)
+        remove_temporary_folder(self.address)
 
 
 def keep_serving(serve, flags, addresses):

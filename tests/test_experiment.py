@@ -3,12 +3,14 @@
 
 import argparse
 import csv
+import errno
 import json
 import logging
 import math
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -16,9 +18,11 @@ import threading
 import numpy as np
 import pytest
 import torch
+from tensorboard.compat.proto.event_pb2 import Event
 
 import experiment
 import timing
+import whole_files
 from experiment import FlagError
 
 
@@ -32,6 +36,9 @@ def Experiment(flags, step):
 def make_parser():
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", default="train")
+    parser.add_argument("--env", default="Pong")
+    parser.add_argument("--checkpoint_interval_s", type=float, default=600)
+    parser.add_argument("--best", action="store_true")
     parser.add_argument("--xpid")
     parser.add_argument("--savedir")
     parser.add_argument("--disable_checkpoint", action="store_true")
@@ -40,6 +47,7 @@ def make_parser():
     parser.add_argument("--learning_rate", type=float, default=0.5)
     parser.add_argument("--use_lstm", action="store_true")
     parser.add_argument("--frame_skip", type=int, default=4)
+    parser.set_defaults(program="program.py")
     return parser
 
 
@@ -53,7 +61,7 @@ class Agent:
     def __init__(self, flags, steps=0, size=3):
         self.model = torch.nn.Linear(size, 1)
         self.optimizer = torch.optim.RMSprop(self.model.parameters(), lr=flags.learning_rate)
-        self.stats = {"step": 0, "episode_returns": []}
+        self.stats = {"step": 0, "episode_returns": [], "game_returns": []}
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda _: 1 - self.stats["step"] / flags.total_steps
         )
@@ -68,7 +76,7 @@ class Agent:
         self.scheduler.step()
 
     def parts(self):
-        return self.model, self.optimizer, self.scheduler, self.stats
+        return threading.Lock(), self.model, self.optimizer, self.scheduler, self.stats
 
 
 def save(tmp_path, flags=None, steps=2):
@@ -86,8 +94,9 @@ def test_a_checkpoint_brings_everything_back(tmp_path):
     saved = save(tmp_path)
     flags = parse(tmp_path)
     agent = Agent(flags)
-    experiment.resume(flags, *agent.parts())
-    assert agent.stats == saved.stats == {"step": 200, "episode_returns": []}
+    experiment.resume(flags, *agent.parts()[1:])
+    assert agent.stats == saved.stats
+    assert agent.stats == {"step": 200, "episode_returns": [], "game_returns": []}
     for key in ("model", "optimizer", "scheduler"):
         mine, other = getattr(agent, key).state_dict(), getattr(saved, key).state_dict()
         assert str(mine) == str(other), key
@@ -100,39 +109,170 @@ def test_a_checkpoint_brings_everything_back(tmp_path):
     assert agent.scheduler.get_last_lr() == saved.scheduler.get_last_lr() == [0.5 * 0.7]
 
 
-def test_a_checkpoint_is_read_without_running_code_of_it(tmp_path):
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("words", ["", "--mode test", "--mode test --best"])
+def test_a_checkpoint_with_code_in_it_is_refused_and_the_code_does_not_run(tmp_path, words, zipped):
     save(tmp_path)
-    checkpoint = torch.load(tmp_path / "run" / "model.tar", weights_only=True)
-    assert checkpoint["step"] == 200 and checkpoint["flags"]["learning_rate"] == 0.5
+    path = tmp_path / "run" / ("best.tar" if "best" in words else "model.tar")
+    content = {"step": Evil(tmp_path / "evil")}
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(FlagError) as error:
+        parse(tmp_path, f"--xpid run {words}")
+    for text in (str(path), "holds code, which was not run", "mkdir", "move it away or choose"):
+        assert text in str(error.value)
+    assert "weights_only" not in str(error.value)  # PyTorch's advice how to run it
+    assert not (tmp_path / "evil").exists()
+    torch.load(path, weights_only=False)  # which would have run it
+    assert (tmp_path / "evil").exists()
 
-    class Evil:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "evil"),)
 
-    torch.save({"step": Evil()}, tmp_path / "run" / "model.tar")
-    with pytest.raises(FlagError, match="cannot read the checkpoint"):
-        parse(tmp_path)
+def test_a_best_checkpoint_with_code_in_it_is_refused_before_training_goes_on(tmp_path):
+    save(tmp_path)
+    torch.save(Evil(tmp_path / "evil"), tmp_path / "run" / "best.tar")
+    with (
+        pytest.raises(FlagError, match=r"best.tar: .* holds code"),
+        Experiment(parse(tmp_path), 200),
+    ):
+        pass
     assert not (tmp_path / "evil").exists()
 
 
-def test_a_crash_while_saving_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+@pytest.mark.parametrize("content", [{"model_state_dict": {}, "flags": {}}, torch.zeros(3), [1]])
+def test_a_file_that_is_another_kind_of_checkpoint_is_refused_by_what_it_lacks(tmp_path, content):
     save(tmp_path)
-    path = tmp_path / "run" / "model.tar"
-    before, real_save = path.read_bytes(), torch.save
+    torch.save(content, tmp_path / "run" / "model.tar")
+    with pytest.raises(FlagError, match="cannot use the checkpoint .*model.tar: it lacks"):
+        parse(tmp_path)
 
-    def save_half(checkpoint, file):
-        real_save(checkpoint, file)
-        file.truncate(file.tell() // 2)
-        raise OSError("no space left on device")
 
+@pytest.mark.parametrize("mode", ["train", "test"])
+def test_a_checkpoint_of_another_environment_is_refused_with_both_names(tmp_path, mode):
+    save(tmp_path)
+    with pytest.raises(FlagError, match="--env is Breakout, .* is of Pong: leave --env out"):
+        parse(tmp_path, f"--xpid run --env Breakout --mode {mode}")
+    assert parse(tmp_path, f"--xpid run --env Pong --mode {mode}").env == "Pong"
+    assert parse(tmp_path, "--xpid other --env Breakout").env == "Breakout"
+
+
+@pytest.mark.parametrize("words", ["", "--mode test", "--mode test --best"])
+def test_a_checkpoint_of_the_other_program_is_refused_with_both_names(tmp_path, words):
+    save(tmp_path)
+    (tmp_path / "run" / "best.tar").write_bytes((tmp_path / "run" / "model.tar").read_bytes())
+    parser = make_parser()
+    parser.set_defaults(program="other.py")
+    with pytest.raises(FlagError, match="is of program.py, but this is other.py: run program.py"):
+        experiment.parse_flags(
+            parser, ["--xpid", "run", "--savedir", str(tmp_path), *words.split()]
+        )
+
+
+def play_and_save(run, agent, returns):
+    agent.learn()
+    agent.stats["game_returns"] = (agent.stats["game_returns"] + returns)[-100:]
+    run.save_checkpoint(*agent.parts())
+
+
+def best_step(tmp_path):
+    return torch.load(tmp_path / "run" / "best.tar", weights_only=True)["step"]
+
+
+def test_the_best_checkpoint_is_that_of_the_highest_mean_return_also_after_resuming(tmp_path):
     flags = parse(tmp_path)
-    with pytest.raises(OSError, match="no space left"):
-        with Experiment(flags, 200) as run:
-            monkeypatch.setattr(torch, "save", save_half)
-            run.save_checkpoint(*Agent(flags, 3).parts())
-    assert path.read_bytes() == before
+    agent = Agent(flags)
+    with Experiment(flags, 0) as run:
+        play_and_save(run, agent, [])
+        assert not (tmp_path / "run" / "best.tar").exists()  # nothing has been played to its end
+        play_and_save(run, agent, [5.0])
+        assert best_step(tmp_path) == 200
+        play_and_save(run, agent, [0.0] * 99)  # a mean of a hundred says more than that of one
+        assert best_step(tmp_path) == 300
+        play_and_save(run, agent, [1.0] * 50)
+        assert best_step(tmp_path) == 400
+        play_and_save(run, agent, [0.0])
+        assert best_step(tmp_path) == 400
+        before = (tmp_path / "run" / "best.tar").read_bytes()
+    flags = parse(tmp_path)
+    agent = Agent(flags)
+    experiment.resume(flags, *agent.parts()[1:])
+    with Experiment(flags, 500) as run:
+        play_and_save(run, agent, [0.0])
+        assert (tmp_path / "run" / "best.tar").read_bytes() == before
+        play_and_save(run, agent, [1.0] * 99)
+        assert best_step(tmp_path) == 700
+    assert experiment.load_checkpoint(flags)["step"] == 700
+
+
+def test_best_is_for_tests_alone_and_brings_its_own_flags(tmp_path):
+    save(tmp_path, parse(tmp_path, "--xpid run --learning_rate 0.25"))
+    (tmp_path / "run" / "model.tar").rename(tmp_path / "run" / "best.tar")
+    save(tmp_path, parse(tmp_path, "--xpid run --learning_rate 0.125"))
+    assert parse(tmp_path, "--xpid run --mode test --best").learning_rate == 0.25
+    assert parse(tmp_path, "--xpid run --mode test").learning_rate == 0.125
+    with pytest.raises(FlagError, match="--best is for --mode test"):
+        parse(tmp_path, "--xpid run --best")
+
+
+def test_no_checkpoint_is_written_while_the_last_update_was_bad(tmp_path, caplog):
+    flags = parse(tmp_path, "--xpid run --checkpoint_interval_s 0")
+    agent = Agent(flags, 2)
+    with pytest.raises(FlagError, match="no checkpoint was written at step 300"):
+        with Experiment(flags, 0) as run:
+            run.save_checkpoint(*agent.parts())
+            agent.learn()
+            agent.stats["skipped_in_a_row"] = 1
+            run.save_checkpoint(*agent.parts())
+            assert run.checkpoint_is_due(within=1)  # and so it is tried again at once
+    assert "the last update was bad" in caplog.text
     assert experiment.load_checkpoint(flags)["step"] == 200
-    assert "no space left" in json.loads((tmp_path / "run" / "meta.json").read_text())["status"]
+    with Experiment(flags, 200) as run:
+        run.save_checkpoint(*agent.parts())
+        agent.stats["skipped_in_a_row"] = 0
+        run.save_checkpoint(*agent.parts())
+    assert experiment.load_checkpoint(flags)["step"] == 300
+
+
+def test_the_lock_is_free_while_the_disk_is_waited_for(tmp_path):
+    flags = parse(tmp_path)
+    lock, *agent = Agent(flags, size=50_000).parts()  # more than a pipe holds
+    with Experiment(flags, 0) as run:
+        os.mkfifo(tmp_path / "run" / "model.tmp")  # which is written to at the reader's pace
+        thread = threading.Thread(target=run.save_checkpoint, args=(lock, *agent), daemon=True)
+        thread.start()
+        with open(tmp_path / "run" / "model.tmp", "rb") as reader:
+            assert reader.read(1)
+            assert lock.acquire(timeout=60)
+            lock.release()
+            reader.read()
+        thread.join(60)
+        assert not thread.is_alive()
+        run.save_checkpoint(lock, *agent)
+
+
+def test_a_checkpoint_is_due_once_within_each_interval(tmp_path):
+    for seconds, is_due in ((1000, False), (10, False), (4, True), (0.001, True)):
+        flags = parse(tmp_path, f"--xpid {seconds} --checkpoint_interval_s {seconds}")
+        with Experiment(flags, 0) as run:
+            assert run.checkpoint_is_due(within=5) == is_due
+            run.save_checkpoint(*Agent(flags).parts())
+            assert run.checkpoint_is_due(within=5) == is_due
+
+
+def test_what_a_process_that_was_killed_had_begun_to_write_is_removed(tmp_path):
+    save(tmp_path)
+    for name in ("model", "best", "meta", "logs", "mine"):
+        (tmp_path / "run" / f"{name}.tmp").write_text("half")
+    with Experiment(parse(tmp_path), 200):
+        assert [path.stem for path in (tmp_path / "run").glob("*.tmp")] == ["mine"]
 
 
 def test_no_checkpoint_is_written_where_none_is_wanted(tmp_path):
@@ -165,26 +305,37 @@ def test_generators_are_seeded_alike_by_the_same_numbers_only():
         assert len(set(values)) == 4
 
 
-def test_weights_that_do_not_fit_are_refused_with_the_flags_that_differ(tmp_path):
+def test_weights_that_do_not_fit_are_refused_with_names_shapes_and_the_flags_that_differ(tmp_path):
     save(tmp_path)
     flags = parse(tmp_path, "--xpid run --use_lstm --frame_skip 2")
     with pytest.raises(FlagError) as error:
-        experiment.resume(flags, *Agent(flags, size=4).parts())
-    for text in ("--use_lstm was False, is True", "--frame_skip was 4, is 2", "size mismatch"):
+        experiment.resume(flags, *Agent(flags, size=4).parts()[1:])
+    for text in (
+        "--use_lstm was False, is True",
+        "--frame_skip was 4, is 2",
+        "a Linear of Pong, does not fit this Linear of Pong",
+        "weight: [1, 3] in the checkpoint, [1, 4] in the net",
+    ):
         assert text in str(error.value)
-    assert "--xpid was" not in str(error.value)
+    assert "--xpid was" not in str(error.value) and "bias" not in str(error.value)
     flags = parse(tmp_path)
     with pytest.raises(FlagError, match="the code of Net has changed"):
-        experiment.resume(flags, *Agent(flags, size=4).parts())
+        experiment.resume(flags, *Agent(flags, size=4).parts()[1:])
+    agent = Agent(flags)
+    agent.model = torch.nn.Bilinear(2, 3, 1, bias=False)
+    with pytest.raises(FlagError) as error:
+        experiment.resume(flags, *agent.parts()[1:])
+    assert "does not fit this Bilinear" in str(error.value)
+    assert "bias: [1] in the checkpoint, missing in the net" in str(error.value)
 
 
 def test_a_finished_run_says_what_to_raise(tmp_path):
     save(tmp_path, steps=10)
     flags = parse(tmp_path)
     with pytest.raises(FlagError, match=r"has done its 1,000 steps: raise --total_steps \(1,000\)"):
-        experiment.resume(flags, *Agent(flags).parts())
+        experiment.resume(flags, *Agent(flags).parts()[1:])
     flags = parse(tmp_path, "--xpid run --total_steps 1001")
-    experiment.resume(flags, *Agent(flags).parts())
+    experiment.resume(flags, *Agent(flags).parts()[1:])
 
 
 # ---------------------------------------------------------------------------------------- flags
@@ -319,6 +470,109 @@ def test_a_run_that_starts_anew_starts_a_new_log(tmp_path):
     assert [row["step"] for row in read(tmp_path / "run" / "logs.csv")] == ["0", "100"]
 
 
+# --------------------------------------------------------------------------------- a full disk
+
+
+def fill(folder):
+    """Leave no block of a small disk free; return what to remove to have some again."""
+    with open(folder / "filler", "wb", buffering=0) as file:
+        with pytest.raises(OSError) as error:
+            while True:
+                file.write(bytes(4096))
+    assert error.value.errno == errno.ENOSPC
+    return folder / "filler"
+
+
+def read_events(folder):
+    """Return the events of a run, of which each must be whole."""
+    (path,) = folder.glob("events.out.tfevents.*")
+    content, events = path.read_bytes(), []
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        assert len(content) >= 12 + length + 4
+        events.append(Event.FromString(content[12 : 12 + length]))
+        content = content[12 + length + 4 :]
+    return events
+
+
+def test_a_full_disk_tears_no_file_and_the_run_goes_on_and_tells(small_disk, caplog):
+    caplog.set_level(logging.INFO)
+    flags = parse(small_disk)
+    folder, agent = small_disk / "run", Agent(flags, 2)
+    with Experiment(flags, 0) as run:
+        run.log(100, {"loss": 1.0}, {})
+        play_and_save(run, agent, [1.0])
+        before = {name: (folder / name).read_bytes() for name in ("model.tar", "best.tar")}
+        filler = fill(small_disk)
+        play_and_save(run, agent, [1.0])
+        for name in before:
+            words = f"{folder / name} of step 400 could not be written (No space left on device): "
+            assert words + "that of step 300 stays" in caplog.text
+        steps = range(101, 301)
+        for step in steps:
+            run.log(step, {"loss": 1.0} | ({"new": 2.0} if step > 200 else {}), {})
+        assert {name: (folder / name).read_bytes() for name in before} == before
+        assert list(folder.glob("*.tmp")) == []
+        assert experiment.load_checkpoint(flags)["step"] == 300
+        names = ("logs.csv", "out.log", next(folder.glob("events*")).name)
+        for name in names:
+            text = f"Cannot write {folder / name} (No space left on device)"
+            assert caplog.text.count(text) == 1
+
+        filler.unlink()
+        caplog.clear()
+        run.log(301, {"loss": 3.0, "new": 4.0}, {})
+        for name in names:
+            assert f"Can write {folder / name} again: " in caplog.text
+        play_and_save(run, agent, [1.0])
+    rows = read(folder / "logs.csv")
+    written = [int(row["step"]) for row in rows]
+    assert 1 < len(written) < 150 and written == [*range(100, 99 + len(written)), 301]
+    assert [int(row["_tick"]) for row in rows] == list(range(len(rows)))
+    assert {row["steps_per_second"] is None for row in rows} == {False}
+    assert rows[-1]["new"] == "4.0" and rows[-2]["new"] == ""
+    *_, last = events = read_events(folder)
+    assert last.step == 301 and len(events) < 150
+    lines = (folder / "out.log").read_text().splitlines()
+    assert all(line.startswith("[") for line in lines)
+    assert experiment.load_checkpoint(flags)["step"] == best_step(small_disk) == 500
+    assert json.loads((folder / "meta.json").read_text())["status"] == "ended"
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error_that_says_what_is_lost(small_disk):
+    flags = parse(small_disk)
+    folder, agent = small_disk / "run", Agent(flags, 2)
+    words = r"model.tar of step 300 could not be written \(No space .*that of step 200 stays"
+    with pytest.raises(FlagError, match=words):
+        with Experiment(flags, 0) as run:
+            run.save_checkpoint(*agent.parts())
+            filler = fill(small_disk)
+            agent.learn()
+            run.save_checkpoint(*agent.parts())
+    # Which could not be told there either.
+    assert json.loads((folder / "meta.json").read_text())["status"] == "running"
+    filler.unlink()
+    with Experiment(flags, 200) as run:
+        run.save_checkpoint(*agent.parts())
+    assert experiment.load_checkpoint(flags)["step"] == 300
+
+
+def test_no_run_starts_on_a_full_disk(small_disk):
+    fill(small_disk)
+    with pytest.raises(FlagError, match=f"cannot use --savedir {small_disk}: .*No space left"):
+        Experiment(parse(small_disk), 0)
+
+
+def test_a_piece_that_fits_in_part_is_taken_back(small_disk):
+    path, written = small_disk / "file", 0
+    file = whole_files.GrowingFile(path)
+    while file.append(b"a whole piece\n" * 7):
+        written += 1
+    assert 1000 < written < 20_000
+    assert path.read_bytes() == b"a whole piece\n" * 7 * written
+    file.close()
+
+
 # --------------------------------------------------------------------------------------- the CSV
 
 
@@ -332,7 +586,7 @@ def make_csv(tmp_path):
     opened = []
 
     def make(step=0):
-        opened.append(experiment._CSV(tmp_path / "logs.csv", step))
+        opened.append(whole_files.CSVFile(tmp_path / "logs.csv", step))
         return opened[-1]
 
     yield make

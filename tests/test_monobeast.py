@@ -54,7 +54,7 @@ def test_catch_is_learned_in_under_a_minute(learned):
 
 def test_folder_holds_what_happened(learned):
     folder = learned[0] / "first"
-    for name in ("meta.json", "logs.csv", "out.log", "model.tar"):
+    for name in ("meta.json", "logs.csv", "out.log", "model.tar", "best.tar"):
         assert (folder / name).stat().st_size > 0, name
     assert len(list(folder.glob("events.out.tfevents.*"))) == 1
     assert list(folder.glob("*.tmp")) == []
@@ -172,6 +172,12 @@ def test_mode_test_samples_or_is_greedy(learned, capsys):
     assert "100 games: mean return" in greedy
 
 
+def test_mode_test_plays_the_best_checkpoint(learned, capsys):
+    step = load(learned[0] / "first" / "best.tar")["step"]
+    output, returns = play(capsys, "--best --savedir", learned[0])
+    assert f"at step {step:,}, Catch" in output and np.mean(returns) > 0.5
+
+
 def test_mode_test_leaves_the_run_as_it_is(learned, capsys):
     folder = learned[0] / "first"
     before = {path: path.read_bytes() for path in folder.iterdir()}
@@ -193,6 +199,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name_and_left_alone(learne
         with pytest.raises(FlagError, match="does not fit .*--use_lstm was False, is True") as e:
             monobeast.main(words)
         assert str(path.parent) in str(e.value)
+        assert "lstm.weight_ih_l0: missing in the checkpoint, [256, 64] in the net" in str(e.value)
+        with pytest.raises(FlagError, match="--env is Counter, but the checkpoint .* is of Catch"):
+            monobeast.main([*words, "--env", "Counter"])
     assert path.read_bytes() == before
 
 
@@ -224,6 +233,8 @@ def test_a_test_without_a_checkpoint_says_so(tmp_path):
         ("--num_actors 4 --envs_per_actor 8 --batch_size 8 --num_buffers 39", "39, .* 4 x 8 .* 40"),
         ("--batch_size 0", "--batch_size is 0"),
         ("--total_steps -5", "--total_steps is -5"),
+        ("--checkpoint_interval_s 0", "--checkpoint_interval_s is 0.0"),
+        ("--best", "--best is for --mode test"),
     ],
 )
 def test_contradictory_flags_are_refused_before_anything_starts(tmp_path, words, message):
