@@ -42,6 +42,7 @@ from torch import nn
 
 import atari_wrappers
 import autotune
+import credentials
 import evaluate
 import experiment
 import libtorchbeast
@@ -51,9 +52,9 @@ from environment import EnvError, empty_observation, map_nest, space_from_dict
 from servers import (
     ANSWER_TIMEOUT,
     CONNECT_TIMEOUT,
-    consecutive_addresses,
     expand_addresses,
     local_servers,
+    own_addresses,
     query_servers,
 )
 from timing import Stopwatch, TimeShares
@@ -118,6 +119,8 @@ servers.add_argument("--num_actors", type=int, help="Streams, which the servers 
                      "By default one for each server.")
 servers.add_argument("--envs_per_stream", type=int, help="Environments that a server steps as one "
                      "batch. By default as its own flag says, which is 8 unless it was given.")
+
+credentials.add_flags(parser)
 
 loss = parser.add_argument_group("loss")
 loss.add_argument("--entropy_cost", default=0.01, type=float, help="Weight of the entropy.")
@@ -448,9 +451,9 @@ def check_flags(flags):
     try:
         if flags.server_addresses:
             num_addresses = len(expand_addresses(flags.server_addresses))
+            credentials.load(flags)
         else:
-            local = flags.pipes_basename or "unix:/a/temporary/folder"
-            num_addresses = len(consecutive_addresses(local, flags.num_servers))
+            num_addresses = len(own_addresses(flags, "/a/temporary/folder"))
     except ValueError as error:
         raise experiment.FlagError(error) from None
     if (flags.num_actors or num_addresses) < num_addresses:
@@ -516,7 +519,8 @@ def train_on(flags, addresses, process):
         num_threads = max(1, num_threads - flags.num_servers)
 
     # One environment will do to answer, if we are to say how many there shall be.
-    handshake = query_servers(addresses, flags.envs_per_stream and 1, process)
+    access = flags if process is None else None  # servers of ours are nobody else's
+    handshake = query_servers(addresses, flags.envs_per_stream and 1, process, access)
     if not handshake["spaces"]:
         raise EnvError(
             "the environment servers do not tell the spaces, which the net is made from: serve the "
@@ -687,7 +691,7 @@ def train_on(flags, addresses, process):
             # Those of a resumed run must not play the same games again.
             seeds=[f"{flags.seed},{1 + i},{first_step}" for i in range(num_actors)],
             reconnect=True, spaces=handshake["spaces"], connect_timeout_s=CONNECT_TIMEOUT,
-            step_timeout_s=ANSWER_TIMEOUT,
+            step_timeout_s=ANSWER_TIMEOUT, **credentials.load(access),
         )  # fmt: skip
         try:
             for function, count in (

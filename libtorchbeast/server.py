@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve environments over gRPC; rpcenv.proto says what is spoken.
 
-    Server(MyEnv, "0.0.0.0:50051").run()
+    Server(MyEnv, "0.0.0.0:50051", auth_token=TOKEN).run()
 
 Needs numpy, grpcio and protobuf: no gymnasium, and nothing that is compiled here.
 """
@@ -16,17 +16,30 @@ from concurrent import futures
 
 import grpc
 
-from libtorchbeast import rpcenv_pb2, wire
+from libtorchbeast import access, rpcenv_pb2, wire
 from libtorchbeast.plain_environments import PlainEnvironments
 
 PROTOCOL_VERSION = 1
 MAX_STREAMS = 16  # at once, a server
+# In all streams of a server: as many as one may ask for, and as many again for its return, before
+# it is noticed that it was lost.
+MAX_ENVS = 2 * wire.MAX_ENVS
+MAX_CONNECTIONS = 128  # of which strangers may hold some, for a while
 GRACE = 2  # seconds in which streams end by themselves
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two servers could share a port
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", wire.MAX_ACTION_BYTES),
+    # That is the limit of what arrives; decompressed, it might be a thousand times as much.
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none
+    # A stranger who says nothing, or has nothing to say, holds a connection for some seconds.
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.max_connection_idle_ms", 20_000),  # without a stream
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.max_concurrent_streams", 2 * MAX_STREAMS),  # a connection
+    ("grpc.max_metadata_size", wire.MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", wire.MAX_METADATA_BYTES),
     # A client that was unplugged says nothing: ask it. And let it ask us.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -48,10 +61,27 @@ class Server:
       make_environments: instead of `env_class`: called with N (or None: as you like), a list of
         ints as seed (or None) and a name for error messages; returns an environment.Environments or
         something alike.
+      tls: PEM texts of the authority that signed the learners' certificates, of the server's own
+        certificate and of its key. Others than learners with such certificates are refused.
+      auth_token: those who do not send this text are refused.
+      insecure: serve whoever can reach the address. Without it, and without `tls` or `auth_token`,
+        only addresses of this machine are served on.
     """
 
-    def __init__(self, env_class, server_address="unix:/tmp/polybeast", *, make_environments=None):
+    def __init__(
+        self,
+        env_class,
+        server_address="unix:/tmp/polybeast",
+        *,
+        make_environments=None,
+        tls=None,
+        auth_token=None,
+        insecure=False,
+    ):
         self._address = server_address
+        access.check_credentials(tls, auth_token)
+        self._tls = tls
+        self._is_safe = insecure or bool(tls or auth_token)
         self._plain = make_environments is None
         if self._plain and not callable(env_class):
             raise ValueError(
@@ -61,8 +91,10 @@ class Server:
             lambda num_envs, seed, _: PlainEnvironments(env_class, num_envs or 1, seed)
         )
         self._condition = threading.Condition()  # guards what follows
+        self._doorkeeper = access.Doorkeeper(auth_token)
         self._thread = None  # the one that runs us
         self._num_streams = 0
+        self._num_envs = 0  # of all streams
         self._stop = threading.Event()
         self._stopped = threading.Event()
 
@@ -83,7 +115,7 @@ class Server:
             [grpc.method_handlers_generic_handler("rpcenv.RPCEnvServer", {"StreamingEnv": handler})]
         )
         try:
-            self._address = _bind(server, self._address)
+            self._address = _bind(server, self._address, self._is_safe, self._tls)
             server.start()
             if started is not None:
                 started(self._address)
@@ -105,22 +137,36 @@ class Server:
 
     def _serve_stream(self, requests, context):
         """Yield a serialized Step for the beginning and for each of the serialized Actions."""
+        metadata = dict(context.invocation_metadata())
+        refusal = self._doorkeeper.refuse(metadata, context.peer(), self._address)
+        if refusal is not None:  # before anything is made
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
         try:
-            wishes = wire.read_wishes(context.invocation_metadata())
-            num_envs, seed, newest_frame_only, truncated_rows = wishes
+            num_envs, seed, newest_frame_only, truncated_rows = wire.read_wishes(metadata)
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        counted_envs = num_envs or 0  # else it is our own number, known once they are made
         with self._condition:
-            full = self._num_streams >= MAX_STREAMS
-            self._num_streams += not full
+            full = None
+            if self._num_streams >= MAX_STREAMS:
+                full = f"serves {MAX_STREAMS} streams already, and no more at once"
+            elif self._num_envs + counted_envs > MAX_ENVS:
+                full = f"has {self._num_envs} environments, and with {num_envs} more would have "
+                full += f"more than {MAX_ENVS}: ask for fewer (--envs_per_stream)"
+            else:
+                self._num_streams += 1
+                self._num_envs += counted_envs
         if full:
-            text = f"{self._address} serves {MAX_STREAMS} streams already, and no more at once"
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._address} {full}")
         name = f"{self._address} for {context.peer()}"
         environments = None
         try:
             try:
                 environments = self._make_environments(num_envs, seed, name)
+                if num_envs is None:
+                    counted_envs = environments.num_envs
+                    with self._condition:
+                        self._num_envs += counted_envs
                 if self._plain:
                     environments.truncated_rows = truncated_rows
                 encoder = wire.RowEncoder(environments, newest_frame_only)
@@ -148,6 +194,7 @@ class Server:
                 logging.exception("%s: cannot close the environments", name)
             with self._condition:
                 self._num_streams -= 1
+                self._num_envs -= counted_envs
                 self._condition.notify_all()
 
 
@@ -167,7 +214,7 @@ class _Threads(futures.Executor):
         return future
 
 
-def _bind(server, address):
+def _bind(server, address, is_safe, tls):
     """Have the gRPC server listen on `address`; return it, with the port in place of port 0.
 
     A socket's file that a killed server has left does not matter.
@@ -176,13 +223,21 @@ def _bind(server, address):
     tcp = re.fullmatch(r"(?:\[(.+)\]|([^:\[\]]+)):(\d{1,5})", address)
     if not (unix or (tcp and int(tcp[3]) < 2**16)):
         raise RuntimeError(f"cannot serve on {address!r}: it should be host:port or unix:/path")
+    access.check_address(address, is_safe)
     if unix:
         # gRPC would take the file away from another server, which would not even notice.
         with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
             probe.connect(unix[1])
             raise RuntimeError(f"cannot serve on {address}: another server listens there")
     try:
-        port = server.add_insecure_port(address)
+        if tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            ca, certificate, key = (t if isinstance(t, bytes) else t.encode() for t in tls)
+            credentials = grpc.ssl_server_credentials(
+                [(key, certificate)], ca, require_client_auth=True
+            )
+            port = server.add_secure_port(address, credentials)
     except RuntimeError:
         port = 0
     if port == 0:
@@ -206,7 +261,7 @@ def _bind_error(path, host_and_port):
                     probe.bind(where)
     except OSError as error:
         return error.strerror or error
-    return "gRPC cannot bind to it"
+    return "gRPC cannot bind to it, or not with that certificate and key"
 
 
 def _failure(name):
