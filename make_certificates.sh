@@ -17,6 +17,7 @@ if [ $# -lt 2 ]; then
   echo "usage: sh $0 FOLDER HOST..." >&2
   exit 2
 fi
+command -v openssl >/dev/null || { echo "openssl is missing: apt-get install openssl" >&2; exit 1; }
 folder=$1
 shift
 mkdir -p "$folder"

@@ -61,8 +61,8 @@ void Credentials::check() const {
         "tls should be three PEM texts: of the authority, the certificate and its key");
   }
   const auto printable = [](char c) { return '!' <= c && c <= '~'; };
-  if (auth_token && (auth_token->empty() ||
-                     !std::all_of(auth_token->begin(), auth_token->end(), printable))) {
+  if (auth_token &&
+      (auth_token->empty() || !std::all_of(auth_token->begin(), auth_token->end(), printable))) {
     throw std::invalid_argument("auth_token should be printable ASCII without spaces");
   }
 }

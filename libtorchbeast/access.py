@@ -70,12 +70,12 @@ class Doorkeeper:
             token is not None and hmac.compare_digest(token.encode(), self._auth_token.encode())
         ):
             return None
-        problem = "another token than" if token is not None else "no token, other than"
         self._num_refused += 1
         if time.monotonic() >= self._told + TELL_INTERVAL:
             logging.warning(
-                "%s: refused %d streams, most recently of %s, which had %s this server",
-                *(address, self._num_refused, peer, problem),
+                "%s: refused %d stream(s) without this server's token, most recently of %s",
+                *(address, self._num_refused, peer),
             )
             self._num_refused, self._told = 0, time.monotonic()
-        return f"the learner has {problem} this server: give both the same --auth_token_file"
+        problem = "learner has none" if token is None else "learner has another one"
+        return f"this server asks for a token, but the {problem}: give both one --auth_token_file"

@@ -47,6 +47,8 @@ def make_certificates(folder, days=365):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Folders of certificates: own, strange (of another authority), expired (of our own)."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make certificates with")
     root = tmp_path_factory.mktemp("certificates")
     make_certificates(root / "own")
     make_certificates(root / "strange")
@@ -123,9 +125,9 @@ TROUBLES = {
     "learner without TLS": ((SERVER,), (), "{} wants TLS: give this learner --tls_cert"),
     "server without TLS": ((), (LEARNER,), "{} speaks no TLS: start it with --tls_cert"),
     "token wrong": (("", "", "token"), ("", "", "other"), "refused by the environment server at "
-                    "{}: the learner has another token than this server: give both the same"),
-    "token missing": (("", "", "token"), (), "{}: the learner has no token, other than this serv"),
-    "token wrong in TLS": ((SERVER, "", "token"), (LEARNER, "", "other"), "{}: .* another token"),
+                    "{}: this server asks for a token, but the learner has another one: give"),
+    "token missing": (("", "", "token"), (), "{}: .* asks for a token, but the learner has none"),
+    "token wrong in TLS": ((SERVER, "", "token"), (LEARNER, "", "other"), "{}: .* another one"),
 }  # fmt: skip
 
 
@@ -155,15 +157,14 @@ def test_one_server_that_refuses_does_not_keep_the_learner_from_the_others(folde
     ):
         flags = as_flags(folders, token_file="token")
         assert servers.query_servers([strange, good], None, flags=flags)["num_envs"] == 1
-    assert f"refused by the environment server at {strange}: the learner has another token" in (
-        caplog.text
-    )
+    message = f"refused by the environment server at {strange}: .* the learner has another one"
+    assert re.search(message, caplog.text)
 
 
 @pytest.mark.parametrize("reconnect", [False, True])
 def test_actors_that_are_refused_say_so(start, reconnect):
     server = start(ServerThread(Counting, auth_token=TOKEN))
-    message = f"refused by the environment server at {server.address}: .* another token"
+    message = f"refused by the environment server at {server.address}: .* another one"
     rig = start(Rig([server.address], act_zero, (), reconnect=reconnect, auth_token="other"))
     if reconnect:
         (event, *_) = rig.wait_for_event(message)
@@ -189,7 +190,8 @@ def test_a_stranger_has_nothing_made_and_does_not_fill_the_log(caplog):
             assert code == grpc.StatusCode.UNAUTHENTICATED and TOKEN not in details
         with Stream(address, auth_token=TOKEN):
             assert Counted.alive == 1
-    assert len(re.findall("refused 1 streams, most recently of ipv4:127.0.0.1", caplog.text)) == 1
+    message = r"refused 1 stream\(s\) without this server's token, most recently of ipv4:127.0.0.1"
+    assert len(re.findall(message, caplog.text)) == 1
     assert TOKEN not in caplog.text
 
 
@@ -505,7 +507,7 @@ def test_the_whole_program_trains_over_tls_with_a_token(folders, tmp_path):
             *as_words(as_flags(folders, "own/learner")),
         )  # fmt: skip
         assert status == 1
-        assert f"refused by the environment server at {address}: the learner has no token" in output
+        assert re.search(f"refused by the .* at {address}: .* the learner has none", output)
         assert "Traceback" not in output
 
 
