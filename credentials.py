@@ -42,8 +42,8 @@ def load(flags):
     missing = [f"--{name}" for name in names if not getattr(flags, name)]
     if 0 < len(missing) < 3:
         raise ValueError(
-            f"--tls_cert, --tls_key and --tls_ca go together, but {' and '.join(missing)} is not "
-            "given; see make_certificates.sh"
+            "--tls_cert, --tls_key and --tls_ca go together, but there is no "
+            f"{' and no '.join(missing)}; see make_certificates.sh"
         )
     if not missing:
         tls = tuple(_read(flags, name) for name in names)

@@ -296,7 +296,7 @@ def test_a_file_that_cannot_be_used_is_named_before_anything_starts(
 def test_tls_takes_three_files(folders, tmp_path, nothing_starts, left_out):
     flags = as_flags(folders, "own/server")
     setattr(flags, left_out, None)
-    message = f"go together, but --{left_out} is not given"
+    message = f"go together, but there is no --{left_out}"
     with pytest.raises(SystemExit, match=message):
         polybeast_env.main(as_words(flags))
     with pytest.raises(FlagError, match=message):
