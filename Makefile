@@ -8,7 +8,7 @@ ARGS ?=    # more flags for monobeast.py or polybeast.py, or for pytest
 .DEFAULT_GOAL := help
 # Two targets at once would set up the same environment twice.
 .NOTPARALLEL:
-.PHONY: help pong poly test preempt lint format build sanitize wheel proto clean env dev-env
+.PHONY: help pong poly test preempt hostile lint format build sanitize wheel proto clean env dev-env
 
 CPP := csrc/*.h csrc/*.cc csrc/tests/*.h csrc/tests/*.cc
 
@@ -56,6 +56,9 @@ wheel: dev-env build ## a wheel with gRPC's libraries in it, for machines like t
 	rm -rf build/lib* build/bdist* build/wheel wheelhouse
 	.venv/bin/python -m pip wheel --no-build-isolation --no-deps -w build/wheel .
 	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/auditwheel repair -w wheelhouse build/wheel/*.whl
+
+hostile: build ## 10,000 hostile streams against live environment servers; minutes
+	exec .venv/bin/python benchmarks/hostile.py $(ARGS)
 
 proto: build ## make libtorchbeast/rpcenv_pb2.py anew, after a change of csrc/rpcenv.proto
 	protoc --proto_path=csrc --python_out=libtorchbeast rpcenv.proto

@@ -38,6 +38,7 @@ from torch import nn
 
 import atari_wrappers
 import autotune
+import credentials
 import evaluate
 import experiment
 import libtorchbeast
@@ -124,6 +125,8 @@ servers.add_argument("--num_actors", type=int, help="Streams, which the servers 
                      "By default one for each server.")
 servers.add_argument("--envs_per_stream", type=int, help="Environments that a server steps as one "
                      "batch. By default as its own flag says, which is 8 unless it was given.")
+
+credentials.add_flags(parser)
 
 loss = parser.add_argument_group("loss")
 loss.add_argument("--entropy_cost", default=0.01, type=float, help="Weight of the entropy.")
@@ -482,7 +485,8 @@ def train_on(flags, addresses, process):
         num_threads = max(1, num_threads - flags.num_servers)
 
     # One environment will do to answer, if we are to say how many there shall be.
-    handshake = query_servers(addresses, flags.envs_per_stream and 1, process)
+    access = flags if process is None else None  # servers of ours are nobody else's
+    handshake = query_servers(addresses, flags.envs_per_stream and 1, process, access)
     observation_space, num_actions = read_spaces(handshake)
     N = flags.envs_per_stream or handshake["num_envs"]
     num_actors = flags.num_actors or len(addresses)
@@ -657,7 +661,7 @@ def train_on(flags, addresses, process):
             # Those of a resumed run must not play the same games again.
             seeds=[f"{flags.seed},{1 + i},{first_step}" for i in range(num_actors)],
             reconnect=True, spaces=handshake["spaces"], connect_timeout_s=CONNECT_TIMEOUT,
-            step_timeout_s=ANSWER_TIMEOUT,
+            step_timeout_s=ANSWER_TIMEOUT, **credentials.load(access),
         )  # fmt: skip
         watchdog = Watchdog(flags.stall_timeout_s, silences)
         print_stacks_on_signal(lambda: [] if process is None else [process.pid])

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environment servers: processes that play for a PolyBeast learner, on this machine or another.
 
-    python polybeast_env.py --env PongNoFrameskip-v4 --server_address 0.0.0.0:50051 --num_servers 8
+    python polybeast_env.py --env PongNoFrameskip-v4 --num_servers 8 --auth_token_file token \
+        --server_address 0.0.0.0:50051
 
-serves on ports 50051 to 50058. Each server is a process; each stream of a learner to it gets fresh
+serves learners that know the token (or, with the --tls flags, have a certificate: see SECURITY.md)
+on ports 50051 to 50058. Each server is a process; each stream of a learner to it gets fresh
 environments, stepped as one batch. A server that dies is started anew. Needs numpy, gymnasium,
 grpcio, protobuf and the environment's own packages: no torch, no compiler.
 
@@ -22,9 +24,11 @@ import threading
 import time
 
 import atari_wrappers
+import credentials
 import servers
 from ale_vector import AtariEnvironments
 from environment import Environments
+from libtorchbeast.access import check_address
 from watchdog import print_stacks_on_signal
 
 # fmt: off
@@ -56,6 +60,10 @@ run.add_argument("--stall_timeout_s", default=60, type=float,
 run.add_argument("--end_with_stdin", action="store_true",
                  help="End when standard input ends: for programs, and ssh, that must not leave "
                  "servers behind.")
+
+access = credentials.add_flags(parser)
+access.add_argument("--insecure", action="store_true",
+                    help="Serve whoever can reach --server_address, on other machines too.")
 
 atari_wrappers.add_flags(parser)
 # fmt: on
@@ -96,7 +104,14 @@ def serve(flags, address, seed=(), started=None, stop_signals=(), busy_since=Non
         num_envs = num_envs or flags.envs_per_stream
         return create_environments(flags, num_envs, wished_seed or own_seed, name)
 
-    server = Server(None, address, make_environments=make_environments, busy_since=busy_since)
+    server = Server(
+        None,
+        address,
+        make_environments=make_environments,
+        busy_since=busy_since,
+        insecure=flags.insecure,
+        **credentials.load(flags),
+    )
     for number in stop_signals:
         signal.signal(number, lambda *_: server.stop())
     server.run(started)
@@ -143,8 +158,13 @@ def main(argv=None):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # gRPC's older way to wait for sockets needs fewer threads: 150 us a message instead of 200.
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
+    # Else a line for each stranger whom TLS keeps out, and so a full disk at their will.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         addresses = servers.consecutive_addresses(flags.server_address, flags.num_servers)
+        is_safe = flags.insecure or any(credentials.load(flags).values())
+        for address in addresses:
+            check_address(address, is_safe)
         if flags.envs_per_stream < 1:
             raise ValueError(f"--envs_per_stream is {flags.envs_per_stream}; it must be positive")
         if not flags.stall_timeout_s > 0:

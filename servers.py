@@ -24,8 +24,10 @@ import time
 
 import gymnasium as gym
 
+import credentials
 import libtorchbeast
 from environment import EnvError, space_from_dict
+from libtorchbeast.access import is_local
 from watchdog import PATIENCE, Watchdog, print_stacks_on_signal
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -82,9 +84,9 @@ def check_servers(flags):
         )
     if flags.server_addresses:
         num_addresses = len(expand_addresses(flags.server_addresses))
+        credentials.load(flags)
     else:
-        local = flags.pipes_basename or "unix:/a/temporary/folder"
-        num_addresses = len(consecutive_addresses(local, flags.num_servers))
+        num_addresses = len(own_addresses(flags, "/a/temporary/folder"))
     if (flags.num_actors or num_addresses) < num_addresses:
         raise ValueError(
             f"--num_actors is {flags.num_actors}, but there are {num_addresses} servers, each of "
@@ -102,6 +104,18 @@ def check_servers(flags):
         )
 
 
+def own_addresses(flags, folder):
+    """Return where the learner starts servers: by default in `folder`."""
+    address = flags.pipes_basename or f"unix:{folder}/server"
+    addresses = consecutive_addresses(address, flags.num_servers)
+    if not is_local(address):
+        raise ValueError(
+            f"--pipes_basename {address} may be reached from other machines, but servers that are "
+            "started here are for this learner alone: give unix:/path or 127.0.0.1:port"
+        )
+    return addresses
+
+
 @contextlib.contextmanager
 def local_servers(flags, script, *words):
     """Start servers on this machine, yield their addresses and their process, and end them.
@@ -111,13 +125,16 @@ def local_servers(flags, script, *words):
       script, words: path of polybeast_env.py, or of a fork of it, and its command line.
     """
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
+        addresses = own_addresses(flags, folder)
         address = flags.pipes_basename or f"unix:{folder}/server"
+        # Those are for servers on other machines.
+        words = [w for w in words if not w.startswith(("--tls_", "--auth_token_file"))]
         command = [sys.executable, script, "--server_address", address, "--end_with_stdin", *words]
         logging.info("Starting environment servers: %s", " ".join(command))
         # In a process group of its own, since a Ctrl-C is for the learner, which still needs them.
         process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
         try:
-            yield consecutive_addresses(address, flags.num_servers), process
+            yield addresses, process
         finally:
             process.stdin.close()  # upon which it ends
             try:
@@ -127,7 +144,7 @@ def local_servers(flags, script, *words):
                 process.wait()
 
 
-def query_servers(addresses, num_envs, process=None):
+def query_servers(addresses, num_envs, process=None, flags=None):
     """Wait for servers that say what their environments are; return a handshake as a dict.
 
     All are asked at the same time, again and again. Those that answer within MAJORITY_TIMEOUT of
@@ -137,19 +154,32 @@ def query_servers(addresses, num_envs, process=None):
     Args:
       num_envs: environments that it shall make in order to answer; None: as many as it likes.
       process: of servers that were started here, which are not waited for once it has ended.
+      flags: which name the files of credentials.py, for servers that ask for some.
 
     Raises:
       EnvError: every server answers, and none can be used.
     """
+    access = credentials.load(flags)
     answers, done = queue.SimpleQueue(), threading.Event()
+
+    def query(address):
+        refusal = access.get("tls") and credentials.explain_refusal(address, flags)
+        if not refusal:
+            try:
+                return libtorchbeast.query_server(
+                    address, num_envs, ANSWER_TIMEOUT, CONNECT_TIMEOUT, **access
+                )
+            except TimeoutError:
+                refusal = flags and credentials.explain_refusal(address, flags)
+                if not refusal:
+                    raise
+        raise ConnectionRefusedError(refusal)
 
     def ask(address):
         answer = None
         while not done.is_set() and (answer is None or isinstance(answer, OSError)):
             try:
-                answer = libtorchbeast.query_server(
-                    address, num_envs, ANSWER_TIMEOUT, CONNECT_TIMEOUT
-                )
+                answer = query(address)
             except BaseException as error:
                 answer = error
             answers.put((address, answer))

@@ -97,6 +97,7 @@ ActorPool::ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learn
   if (!(options_.connect_timeout_s > 0 && options_.step_timeout_s > 0)) {
     throw std::invalid_argument("connect_timeout_s and step_timeout_s must be positive");
   }
+  options_.credentials.check();
 }
 
 void ActorPool::run() {
@@ -181,7 +182,7 @@ void ActorPool::serve(size_t index, Seconds* pause) {
     std::lock_guard lock(mutex_);
     wishes.seed = options_.seeds[index] + "," + std::to_string(actors_[index].num_connections);
   }
-  const auto stream = std::make_shared<EnvStream>(address, wishes);
+  const auto stream = std::make_shared<EnvStream>(address, wishes, options_.credentials);
   const rpcenv::Step* step = nullptr;
   open(index, stream, &step);
   try {

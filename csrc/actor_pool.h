@@ -43,6 +43,7 @@ class ActorPool : public std::enable_shared_from_this<ActorPool> {
     std::optional<std::string> spaces;  // what every handshake must say
     double connect_timeout_s = 60;
     double step_timeout_s = 300;
+    Credentials credentials;
   };
 
   // `addresses`: one a stream; `initial_agent_state`: of one environment, [layers, 1, ...], copied.

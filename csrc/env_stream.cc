@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "env_stream.h"
 
+#include <grpc/compression.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -13,7 +15,8 @@ namespace {
 constexpr auto kGrace = std::chrono::seconds(1);            // for a stream that has failed to end
 constexpr auto kPatience = std::chrono::milliseconds(200);  // until a cancelled wait is noticed
 
-std::shared_ptr<grpc::Channel> make_channel(const std::string& address) {
+std::shared_ptr<grpc::Channel> make_channel(const std::string& address,
+                                            const Credentials& credentials) {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
   arguments.SetMaxSendMessageSize(kMaxMessageBytes);
@@ -32,7 +35,17 @@ std::shared_ptr<grpc::Channel> make_channel(const std::string& address) {
   // One read and one window for a batch of frames, not dozens.
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, 1 << 20);
   arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 8 << 20);
-  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+  // The limit of a message is that of its compressed size, which says nothing.
+  arguments.SetInt(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1 << GRPC_COMPRESS_NONE);
+  auto channel_credentials = grpc::InsecureChannelCredentials();
+  if (credentials.tls) {
+    grpc::SslCredentialsOptions options;
+    options.pem_root_certs = credentials.tls->ca;
+    options.pem_cert_chain = credentials.tls->certificate;
+    options.pem_private_key = credentials.tls->key;
+    channel_credentials = grpc::SslCredentials(options);
+  }
+  return grpc::CreateCustomChannel(address, channel_credentials, arguments);
 }
 
 std::string seconds(std::chrono::duration<double> duration) {
@@ -42,8 +55,23 @@ std::string seconds(std::chrono::duration<double> duration) {
 
 }  // namespace
 
-EnvStream::EnvStream(std::string address, const Wishes& wishes)
-    : address_(std::move(address)), channel_(make_channel(address_)) {
+void Credentials::check() const {
+  if (tls && (tls->ca.empty() || tls->certificate.empty() || tls->key.empty())) {
+    throw std::invalid_argument(
+        "tls should be three PEM texts: of the authority, the certificate and its key");
+  }
+  const auto printable = [](char c) { return '!' <= c && c <= '~'; };
+  if (auth_token &&
+      (auth_token->empty() || !std::all_of(auth_token->begin(), auth_token->end(), printable))) {
+    throw std::invalid_argument("auth_token should be printable ASCII without spaces");
+  }
+}
+
+EnvStream::EnvStream(std::string address, const Wishes& wishes, const Credentials& credentials)
+    : address_(std::move(address)) {
+  credentials.check();
+  channel_ = make_channel(address_, credentials);
+  if (credentials.auth_token) context_.AddMetadata("auth-token", *credentials.auth_token);
   if (wishes.num_envs) context_.AddMetadata("num-envs", std::to_string(*wishes.num_envs));
   if (!wishes.seed.empty()) context_.AddMetadata("seed", wishes.seed);
   if (wishes.newest_frame_only) context_.AddMetadata("newest-frame-only", "1");
@@ -64,7 +92,7 @@ const rpcenv::Step& EnvStream::open(std::chrono::duration<double> connect_timeou
     if (cancelled_) throw ConnectionError("cancelled");
     if (Clock::now() > deadline) {
       throw TimeoutError("no environment server at " + address_ + " within " +
-                         seconds(connect_timeout));
+                         seconds(connect_timeout) + why_unreachable());
     }
   }
   stream_ = rpcenv::RPCEnvServer::NewStub(channel_)->StreamingEnv(&context_);
@@ -85,6 +113,19 @@ const rpcenv::Step& EnvStream::open(std::chrono::duration<double> connect_timeou
                        std::to_string(handshake.num_envs()) + " environments a stream");
   }
   return step_;
+}
+
+// What gRPC says of a server that it cannot reach, it says only to calls.
+std::string EnvStream::why_unreachable() {
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + kGrace);
+  context.AddMetadata("num-envs", "0");  // should it be there after all: refused, not served
+  const auto stream = rpcenv::RPCEnvServer::NewStub(channel_)->StreamingEnv(&context);
+  rpcenv::Step step;
+  stream->Read(&step);
+  const grpc::Status status = stream->Finish();
+  if (status.error_code() != grpc::StatusCode::UNAVAILABLE) return "";
+  return ": " + status.error_message();
 }
 
 void EnvStream::limit(std::chrono::duration<double> timeout) {
@@ -145,6 +186,10 @@ void EnvStream::fail() {
   }
   if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) {
     throw TimeoutError("the environment server at " + address_ + " did not answer in time");
+  }
+  if (status.error_code() == grpc::StatusCode::UNAUTHENTICATED) {
+    throw RefusedError("refused by the environment server at " + address_ + ": " +
+                       status.error_message());
   }
   std::string reason = status.error_message();
   if (reason.empty()) reason = "it ended the stream";

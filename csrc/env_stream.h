@@ -42,6 +42,20 @@ class EnvironmentError : public ConnectionError {
   using ConnectionError::ConnectionError;
 };
 
+// Whom the learner believes, and what it shows to servers.
+struct Credentials {
+  struct Tls {  // PEM texts, not paths
+    std::string ca;
+    std::string certificate;
+    std::string key;
+  };
+  std::optional<Tls> tls;  // else nothing is encrypted
+  std::optional<std::string> auth_token;
+
+  // Throws std::invalid_argument for what gRPC would not send.
+  void check() const;
+};
+
 // What a stream asks of its server.
 struct Wishes {
   std::optional<int64_t> num_envs;  // else as many as the server likes
@@ -55,13 +69,15 @@ class EnvStream {
  public:
   using Clock = std::chrono::steady_clock;
 
-  EnvStream(std::string address, const Wishes& wishes);
+  // Throws std::invalid_argument for credentials that make no sense.
+  EnvStream(std::string address, const Wishes& wishes, const Credentials& credentials);
   ~EnvStream();
   EnvStream(const EnvStream&) = delete;
   EnvStream& operator=(const EnvStream&) = delete;
 
   // Connect and return the server's first message, which has a handshake of our protocol version
-  // and comes once the environments are made. Throws TimeoutError, ConnectionError.
+  // and comes once the environments are made. Throws TimeoutError, ConnectionError, of which
+  // RefusedError where the server does not take our token.
   const rpcenv::Step& open(std::chrono::duration<double> connect_timeout,
                            std::chrono::duration<double> answer_timeout);
 
@@ -83,6 +99,7 @@ class EnvStream {
 
  private:
   void begin_wait(std::chrono::duration<double> timeout);
+  std::string why_unreachable();
   [[noreturn]] void fail();
 
   const std::string address_;

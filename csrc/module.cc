@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -124,19 +125,32 @@ void set_outputs(Batch& batch, py::handle outputs) {
   batch.set_outputs(arrays);
 }
 
+using Tls = std::optional<std::tuple<std::string, std::string, std::string>>;
+
+Credentials make_credentials(const Tls& tls, std::optional<std::string> auth_token) {
+  Credentials credentials{std::nullopt, std::move(auth_token)};
+  if (tls) {
+    const auto& [ca, certificate, key] = *tls;
+    credentials.tls = Credentials::Tls{ca, certificate, key};
+  }
+  return credentials;
+}
+
 std::shared_ptr<ActorPool> make_actor_pool(
     int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
     std::shared_ptr<DynamicBatcher> inference_batcher,
     std::vector<std::string> env_server_addresses, py::handle initial_agent_state,
     bool dict_outputs, std::optional<int64_t> num_envs, std::optional<int64_t> expected_num_envs,
     std::optional<std::vector<std::string>> seeds, bool newest_frame_only, bool reconnect,
-    std::optional<std::string> spaces, double connect_timeout_s, double step_timeout_s) {
+    std::optional<std::string> spaces, double connect_timeout_s, double step_timeout_s,
+    const Tls& tls, std::optional<std::string> auth_token) {
   return std::make_shared<ActorPool>(
       unroll_length, std::move(learner_queue), std::move(inference_batcher),
       std::move(env_server_addresses), from_python(initial_agent_state),
       ActorPool::Options{dict_outputs, num_envs, expected_num_envs,
                          seeds.value_or(std::vector<std::string>()), newest_frame_only, reconnect,
-                         spaces, connect_timeout_s, step_timeout_s});
+                         spaces, connect_timeout_s, step_timeout_s,
+                         make_credentials(tls, std::move(auth_token))});
 }
 
 py::str next_event(ActorPool& pool) {
@@ -150,11 +164,13 @@ py::str next_event(ActorPool& pool) {
 }
 
 py::dict query_server(const std::string& address, std::optional<int64_t> num_envs, double timeout_s,
-                      std::optional<double> connect_timeout_s) {
+                      std::optional<double> connect_timeout_s, const Tls& tls,
+                      std::optional<std::string> auth_token) {
   rpcenv::Handshake handshake;
   {
     NoGil no_gil;
-    EnvStream stream(address, Wishes{num_envs, "", false, false});
+    EnvStream stream(address, Wishes{num_envs, "", false, false},
+                     make_credentials(tls, std::move(auth_token)));
     const std::chrono::duration<double> timeout(timeout_s);
     stream.limit(timeout);
     const std::chrono::duration<double> connect_timeout(connect_timeout_s.value_or(timeout_s));
@@ -241,14 +257,17 @@ PYBIND11_MODULE(_C, m) {
       "outputs one with an action. num_envs: N to ask for. expected_num_envs: N that the "
       "handshakes must say. seeds: one a stream, of ints separated "
       "by commas. newest_frame_only: have stacked frames sent one by one. reconnect: a server that "
-      "is lost ends only its rollout. spaces: what the handshakes must say.")
+      "is lost ends only its rollout. spaces: what the handshakes must say. tls: PEM texts of the "
+      "authority that signed the servers' certificates, of our certificate and of its key. "
+      "auth_token: which the servers ask for.")
       .def(py::init(&make_actor_pool), py::arg("unroll_length"), py::arg("learner_queue"),
            py::arg("inference_batcher"), py::arg("env_server_addresses"),
            py::arg("initial_agent_state"), py::kw_only(), py::arg("dict_outputs") = false,
            py::arg("num_envs") = py::none(), py::arg("expected_num_envs") = py::none(),
            py::arg("seeds") = py::none(), py::arg("newest_frame_only") = false,
            py::arg("reconnect") = false, py::arg("spaces") = py::none(),
-           py::arg("connect_timeout_s") = 60.0, py::arg("step_timeout_s") = 300.0)
+           py::arg("connect_timeout_s") = 60.0, py::arg("step_timeout_s") = 300.0,
+           py::arg("tls") = py::none(), py::arg("auth_token") = py::none())
       .def(
           "run", &ActorPool::run, py::call_guard<NoGil>(),
           "Blocks until the queue or the batcher is closed. Raises the first failure: TimeoutError "
@@ -276,11 +295,12 @@ PYBIND11_MODULE(_C, m) {
            "after the end of run().");
 
   m.def("query_server", &query_server, py::arg("address"), py::arg("num_envs") = py::none(),
-        py::arg("timeout_s") = 60.0, py::arg("connect_timeout_s") = py::none(),
+        py::arg("timeout_s") = 60.0, py::arg("connect_timeout_s") = py::none(), py::kw_only(),
+        py::arg("tls") = py::none(), py::arg("auth_token") = py::none(),
         "What the server at this address says of itself: a dict of protocol_version, num_envs, "
-        "spaces, stack_size. Raises TimeoutError; ConnectionError, of which ConnectionRefusedError "
-        "(another protocol version) and ConnectionAbortedError (its environments fail) will not "
-        "mend themselves.");
+        "spaces, stack_size. tls, auth_token: as ActorPool's. Raises TimeoutError; "
+        "ConnectionError, of which ConnectionRefusedError (another protocol version or token) and "
+        "ConnectionAbortedError (its environments fail) will not mend themselves.");
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve environments over gRPC; rpcenv.proto says what is spoken.
 
-    Server(MyEnv, "0.0.0.0:50051").run()
+    Server(MyEnv, "0.0.0.0:50051", auth_token=TOKEN).run()
 
 Needs numpy, grpcio and protobuf: no gymnasium, and nothing that is compiled here.
 """
@@ -17,16 +17,29 @@ from concurrent import futures
 
 import grpc
 
-from libtorchbeast import MAX_STREAMS, rpcenv_pb2, wire
+from libtorchbeast import MAX_STREAMS, access, rpcenv_pb2, wire
 from libtorchbeast.plain_environments import PlainEnvironments
 
 PROTOCOL_VERSION = 1
+# In all streams of a server: as many as one may ask for, and as many again for its return, before
+# it is noticed that it was lost.
+MAX_ENVS = 2 * wire.MAX_ENVS
+MAX_CONNECTIONS = 128  # of which strangers may hold some, for a while
 GRACE = 2  # seconds in which streams end by themselves
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two servers could share a port
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", wire.MAX_ACTION_BYTES),
+    # That is the limit of what arrives; decompressed, it might be a thousand times as much.
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none
+    # A stranger who says nothing, or has nothing to say, holds a connection for some seconds.
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.max_connection_idle_ms", 20_000),  # without a stream
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.max_concurrent_streams", 2 * MAX_STREAMS),  # a connection
+    ("grpc.max_metadata_size", wire.MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", wire.MAX_METADATA_BYTES),
     # A client that was unplugged says nothing: ask it. And let it ask us.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -50,6 +63,11 @@ class Server:
         something alike.
       busy_since: an array of MAX_STREAMS floats, for others to read: time.monotonic() of when each
         stream's environments began to do what they are doing; 0 where they have nothing to do.
+      tls: PEM texts of the authority that signed the learners' certificates, of the server's own
+        certificate and of its key. Others than learners with such certificates are refused.
+      auth_token: those who do not send this text are refused.
+      insecure: serve whoever can reach the address. Without it, and without `tls` or `auth_token`,
+        only addresses of this machine are served on.
     """
 
     def __init__(
@@ -59,8 +77,14 @@ class Server:
         *,
         make_environments=None,
         busy_since=None,
+        tls=None,
+        auth_token=None,
+        insecure=False,
     ):
         self._address = server_address
+        access.check_credentials(tls, auth_token)
+        self._tls = tls
+        self._is_safe = insecure or bool(tls or auth_token)
         self._plain = make_environments is None
         if self._plain and not callable(env_class):
             raise ValueError(
@@ -70,9 +94,11 @@ class Server:
             lambda num_envs, seed, _: PlainEnvironments(env_class, num_envs or 1, seed)
         )
         self._condition = threading.Condition()  # guards what follows
+        self._doorkeeper = access.Doorkeeper(auth_token)
         self._thread = None  # the one that runs us
         self._busy_since = [0.0] * MAX_STREAMS if busy_since is None else busy_since
         self._free_slots = list(range(MAX_STREAMS))  # entries of busy_since
+        self._num_envs = 0  # of all streams
         self._stop = threading.Event()
         self._stopped = threading.Event()
 
@@ -93,7 +119,7 @@ class Server:
             [grpc.method_handlers_generic_handler("rpcenv.RPCEnvServer", {"StreamingEnv": handler})]
         )
         try:
-            self._address = _bind(server, self._address)
+            self._address = _bind(server, self._address, self._is_safe, self._tls)
             server.start()
             if started is not None:
                 started(self._address)
@@ -115,22 +141,37 @@ class Server:
 
     def _serve_stream(self, requests, context):
         """Yield a serialized Step for the beginning and for each of the serialized Actions."""
+        metadata = dict(context.invocation_metadata())
+        refusal = self._doorkeeper.refuse(metadata, context.peer(), self._address)
+        if refusal is not None:  # before anything is made
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
         try:
-            wishes = wire.read_wishes(context.invocation_metadata())
-            num_envs, seed, newest_frame_only, truncated_rows = wishes
+            num_envs, seed, newest_frame_only, truncated_rows = wire.read_wishes(metadata)
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        counted_envs = num_envs or 0  # else it is our own number, known once they are made
         with self._condition:
-            slot = self._free_slots.pop() if self._free_slots else None
-        if slot is None:
-            text = f"{self._address} serves {MAX_STREAMS} streams already, and no more at once"
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            slot = full = None
+            if not self._free_slots:
+                full = f"serves {MAX_STREAMS} streams already, and no more at once"
+            elif self._num_envs + counted_envs > MAX_ENVS:
+                full = f"has {self._num_envs} environments, and with {num_envs} more would have "
+                full += f"more than {MAX_ENVS}: ask for fewer (--envs_per_stream)"
+            else:
+                slot = self._free_slots.pop()
+                self._num_envs += counted_envs
+        if full:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._address} {full}")
         name = f"{self._address} for {context.peer()}"
         environments = None
         try:
             try:
                 self._busy_since[slot] = time.monotonic()
                 environments = self._make_environments(num_envs, seed, name)
+                if num_envs is None:
+                    counted_envs = environments.num_envs
+                    with self._condition:
+                        self._num_envs += counted_envs
                 if self._plain:
                     environments.truncated_rows = truncated_rows
                 encoder = wire.RowEncoder(environments, newest_frame_only)
@@ -162,6 +203,7 @@ class Server:
             with self._condition:
                 self._busy_since[slot] = 0.0
                 self._free_slots.append(slot)
+                self._num_envs -= counted_envs
                 self._condition.notify_all()
 
 
@@ -181,7 +223,7 @@ class _Threads(futures.Executor):
         return future
 
 
-def _bind(server, address):
+def _bind(server, address, is_safe, tls):
     """Have the gRPC server listen on `address`; return it, with the port in place of port 0.
 
     A socket's file that a killed server has left does not matter.
@@ -190,13 +232,21 @@ def _bind(server, address):
     tcp = re.fullmatch(r"(?:\[(.+)\]|([^:\[\]]+)):(\d{1,5})", address)
     if not (unix or (tcp and int(tcp[3]) < 2**16)):
         raise RuntimeError(f"cannot serve on {address!r}: it should be host:port or unix:/path")
+    access.check_address(address, is_safe)
     if unix:
         # gRPC would take the file away from another server, which would not even notice.
         with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
             probe.connect(unix[1])
             raise RuntimeError(f"cannot serve on {address}: another server listens there")
     try:
-        port = server.add_insecure_port(address)
+        if tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            ca, certificate, key = (t if isinstance(t, bytes) else t.encode() for t in tls)
+            credentials = grpc.ssl_server_credentials(
+                [(key, certificate)], ca, require_client_auth=True
+            )
+            port = server.add_secure_port(address, credentials)
     except RuntimeError:
         port = 0
     if port == 0:
@@ -220,7 +270,7 @@ def _bind_error(path, host_and_port):
                     probe.bind(where)
     except OSError as error:
         return error.strerror or error
-    return "gRPC cannot bind to it"
+    return "gRPC cannot bind to it, or not with that certificate and key"
 
 
 def _failure(name):

@@ -13,8 +13,11 @@ from google.protobuf.message import DecodeError
 
 from libtorchbeast import MAX_ENVS, rpcenv_pb2
 
-MAX_MESSAGE_BYTES = 256 * 2**20
+MAX_MESSAGE_BYTES = 256 * 2**20  # of a Step
+MAX_ACTION_BYTES = 4 * 2**20  # of an Action: with 4,096 environments, 1,024 each
+MAX_METADATA_BYTES = 8192
 MAX_NEST_DEPTH = 32
+MAX_NEST_ITEMS = 1000  # of a tuple or dict in an action
 
 _DTYPES = [np.dtype(name.lower()) for name in rpcenv_pb2.DType.keys()]
 FIELDS = {  # of a Step: number, dtype
@@ -34,10 +37,9 @@ _HANDSHAKE, _OBSERVATION, _IS_FULL, _FULL = 1, 2, 13, 14  # numbers of a Step's 
 
 def read_wishes(metadata):
     """Return num_envs (or None), seed (or None), newest_frame_only and truncated_rows."""
-    wishes = dict(metadata)
 
     def wish(name, pattern, what, default=None):
-        text = wishes.get(name, default)
+        text = metadata.get(name, default)
         if text is not None and not re.fullmatch(pattern, text):
             raise ValueError(f"{name} is {text[:100]!r}; it should be {what}")
         return text
@@ -83,11 +85,14 @@ def _decode_nest(nest, num_envs, depth):
         if nest.items or nest.keys:
             raise ValueError("a nest in the action is an array and has items as well")
         return _decode_array(nest.array, num_envs)
+    if len(nest.items) > MAX_NEST_ITEMS:
+        raise ValueError(f"a nest in the action has more than {MAX_NEST_ITEMS} items")
     items = tuple(_decode_nest(item, num_envs, depth - 1) for item in nest.items)
     if not nest.keys:
         return items
     if len(nest.keys) != len(items) or len(set(nest.keys)) != len(items):
-        raise ValueError(f"a dict in the action has {len(items)} items for the keys {nest.keys}")
+        keys = str(nest.keys[:10])[:100]
+        raise ValueError(f"a dict in the action has {len(items)} items for the keys {keys}")
     return dict(zip(nest.keys, items, strict=True))
 
 

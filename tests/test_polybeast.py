@@ -562,7 +562,7 @@ def many_machines(tmp_path_factory):
     with contextlib.ExitStack() as stack:
         host = stack.enter_context(contextlib.closing(Host()))
         near, far = facts["near"], facts["far"] = free_address("127.0.0.1"), free_address(host.ip)
-        words = "--env Catch --num_servers 1 --envs_per_stream 4 --server_address"
+        words = "--env Catch --num_servers 1 --envs_per_stream 4 --insecure --server_address"
         near_server = stack.enter_context(Program(CATCH_SERVER, words, near))
         host.server = stack.enter_context(Program(CATCH_SERVER, words, far, prefix=host.prefix))
         other_env, other_number = (
@@ -970,6 +970,7 @@ def test_flags_of_the_environment_reach_servers_started_here(tmp_path, monkeypat
     flags = vars(polybeast.parser.parse_args(words.split()))
     assert python == sys.executable and script == polybeast.ENV_SCRIPT
     assert served.pop("server_address").startswith("unix:/") and served.pop("end_with_stdin")
+    assert not served.pop("insecure")
     assert len(served) > 12
     assert served == {name: flags[name] for name in served}
 

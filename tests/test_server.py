@@ -739,7 +739,7 @@ def test_bad_address_is_an_error_that_names_it(tmp_path, address, message):
     (tmp_path / "file").write_text("precious")
     address = address.format(tmp_path)
     with pytest.raises(RuntimeError, match=message) as error:
-        Server(Old, address).run()
+        Server(Old, address, insecure=True).run()
     assert address in str(error.value)
     assert (tmp_path / "file").read_text() == "precious"
 
