@@ -55,7 +55,8 @@ fuzz: build := build/ctest-address,undefined
 fuzz: ## a million malformed messages through the decoder, under sanitizers; 5 minutes
 	@cmake -S csrc -B $(build) -DSANITIZE=address,undefined >/dev/null
 	@cmake --build $(build) --target fuzz --parallel >/dev/null
-	ASAN_OPTIONS=abort_on_error=1:max_allocation_size_mb=64:hard_rss_limit_mb=1024 \
+	UBSAN_OPTIONS=abort_on_error=1:print_stacktrace=1 \
+	ASAN_OPTIONS=abort_on_error=1:malloc_context_size=5:max_allocation_size_mb=64:hard_rss_limit_mb=1024 \
 	$(build)/fuzz $(or $(strip $(ARGS)),1000000)
 	@mkdir -p build/libfuzzer/corpus
 	@set -e; function='extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long)'; \

@@ -31,7 +31,12 @@
 #endif
 #endif
 #ifdef COUNTS_BYTES
-#include <sanitizer/allocator_interface.h>
+// As in sanitizer/allocator_interface.h, which gcc's packages may leave out.
+extern "C" {
+int __sanitizer_install_malloc_and_free_hooks(void (*on_malloc)(const volatile void*, size_t),
+                                              void (*on_free)(const volatile void*));
+size_t __sanitizer_get_allocated_size(const volatile void* pointer);
+}
 #endif
 
 namespace torchbeast {
@@ -72,14 +77,22 @@ void count_free(const volatile void* pointer) {
 }
 #endif
 
-// What is taken at most while this lives.
+// What may be taken while this lives.
 class Limit {
  public:
-  explicit Limit(int64_t limit) : limit_(limit), before_(num_bytes) { max_num_bytes = num_bytes; }
-  ~Limit() { REQUIRE(taken() <= limit_); }
+  Limit(const char* what, int64_t limit) : what_(what), limit_(limit), before_(num_bytes) {
+    max_num_bytes = num_bytes;
+  }
+  ~Limit() {
+    if (taken() <= limit_) return;
+    std::fprintf(stderr, "%s took %lld bytes, over its limit of %lld\n", what_,
+                 static_cast<long long>(taken()), static_cast<long long>(limit_));
+    std::abort();
+  }
   int64_t taken() const { return max_num_bytes - before_; }
 
  private:
+  const char* const what_;
   const int64_t limit_;
   const int64_t before_;
 };
@@ -201,14 +214,14 @@ void play(const Stream& stream) {
   for (const std::string& message : stream.messages) {
     size += static_cast<int64_t>(message.size());
     {
-      const Limit limit(kParsedTimes * size + kSmall);
+      const Limit limit("Parsing", kParsedTimes * size + kSmall);
       if (!step.ParseFromString(message)) return refuse("not a Step");
       if (message.size() > 1000) {
         max_parsed_times = std::max(max_parsed_times, static_cast<double>(limit.taken()) /
                                                           static_cast<double>(message.size()));
       }
     }
-    const Limit limit(4 * (stream.unroll_length + 4) * size + kSmall);
+    const Limit limit("A row", 4 * (stream.unroll_length + 4) * size + kSmall);
     const bool is_first = !rollout;
     try {
       take(step, t, stream, pool, &rollout);

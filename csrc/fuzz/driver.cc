@@ -27,10 +27,12 @@ constexpr uint64_t kEnough = 20'000;
 // Every way to be refused that a message has; those of a row's ten fields are alike.
 constexpr const char* kRefusals[] = {
     "not a Step",
-    "a nest is more than #",
-    "a nest is an array and",
-    "a dict has # keys and",
+    "a nest is more than",
+    "a nest is an array",
+    "a dict has # keys",
     "a dict has the key",
+    "a nest has more than",
+    "a row of # environments",
     "an array has the unknown",
     "an array's shape has the",
     "an array's shape is too",
@@ -74,7 +76,7 @@ void read(const Stream& stream) {
 
 void play() {
   dice.seed(number);
-  Stream stream = torchbeast::good_stream(dice);
+  Stream stream = torchbeast::good_stream(dice, static_cast<int64_t>(1 + dice() % 4));
   if (number % 16 == 0) {
     const uint64_t good = counts().good;
     read(stream);

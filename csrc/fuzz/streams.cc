@@ -116,6 +116,9 @@ std::string spoiled(std::string text, Random& random) {
     case 3:
       text.append(random() % (one_in(64, random) ? 10'000 : 10), 'x');
       break;
+    case 4:
+      if (!text.empty()) text[random() % text.size()] = static_cast<char>(random() % 2);
+      break;
     default:
       if (!text.empty()) text[random() % text.size()] = static_cast<char>(random());
   }
@@ -270,9 +273,8 @@ std::string pack(const Stream& stream) {
   return packed;
 }
 
-Stream good_stream(Random& random) {
+Stream good_stream(Random& random, int64_t num_envs) {
   Stream stream{1 + static_cast<int64_t>(random() % 4), !one_in(4, random), {}};
-  const auto num_envs = static_cast<int64_t>(1 + random() % 4);
   const int64_t stack_size = one_in(2, random) ? static_cast<int64_t>(random() % 4) : 0;
   rpcenv::Step step;
   rpcenv::Nest* observation = step.mutable_observation();
@@ -286,7 +288,7 @@ Stream good_stream(Random& random) {
     if (!decode(*observation).empty()) break;
     observation->Clear();
   }
-  for (uint64_t num_rows = 1 + random() % 10; num_rows > 0; --num_rows) {
+  for (uint64_t num_rows = 1 + random() % 6; num_rows > 0; --num_rows) {
     const bool is_first = stream.messages.empty();
     step.clear_handshake();
     if (is_first) {
@@ -313,12 +315,14 @@ Stream good_stream(Random& random) {
 
 void spoil(Stream* stream, Random& random) {
   std::vector<std::string>& messages = stream->messages;
-  if (messages.empty()) *stream = good_stream(random);
+  if (messages.empty()) *stream = good_stream(random, 1);
   std::string& message = messages[random() % messages.size()];
   switch (random() % 32) {
-    case 0:  // a message of another stream
-      message = good_stream(random).messages.back();
+    case 0: {  // a message of another stream, perhaps without environments
+      const Stream other = good_stream(random, static_cast<int64_t>(random() % 4));
+      message = other.messages[random() % other.messages.size()];
       break;
+    }
     case 1:
       message.swap(messages[random() % messages.size()]);
       break;

@@ -23,9 +23,9 @@ struct Stream {
 Stream unpack(const uint8_t* data, size_t size);
 std::string pack(const Stream& stream);
 
-// Nothing is wrong with it: a handshake and rows of some environments, whose observations are any
-// nest, or stacks of frames.
-Stream good_stream(Random& random);
+// Nothing is wrong with it, unless it is for no environments: a handshake, and rows whose
+// observations are any nest, or stacks of frames.
+Stream good_stream(Random& random, int64_t num_envs);
 
 // Change one thing: a field of a message, a message, the bytes of one.
 void spoil(Stream* stream, Random& random);
