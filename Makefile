@@ -8,9 +8,10 @@ ARGS ?=    # more flags for monobeast.py or polybeast.py, or for pytest
 .DEFAULT_GOAL := help
 # Two targets at once would set up the same environment twice.
 .NOTPARALLEL:
-.PHONY: help pong poly test preempt hostile lint format build sanitize wheel proto clean env dev-env
+.PHONY: help pong poly test preempt hostile fuzz stress lint format build sanitize wheel proto clean \
+	env dev-env
 
-CPP := csrc/*.h csrc/*.cc csrc/tests/*.h csrc/tests/*.cc
+CPP := csrc/*.h csrc/*.cc csrc/fuzz/*.h csrc/fuzz/*.cc csrc/tests/*.h csrc/tests/*.cc
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target does; \
@@ -51,6 +52,36 @@ sanitize: ## the C++ tests: plain, then with the thread, address and undefined s
 	cmake -S csrc -B $$build -DSANITIZE=$$sanitizer >/dev/null; \
 	cmake --build $$build --parallel >/dev/null; \
 	$$run ctest --test-dir $$build --output-on-failure; done
+
+# As sanitize, without the environment. Where there is clang's libFuzzer, it goes on from there, led by
+# what code its inputs reach; it keeps them, and what it finds, in build/libfuzzer.
+fuzz: build := build/ctest-address,undefined
+fuzz: ## a million malformed messages through the decoder, under sanitizers; 5 minutes
+	@cmake -S csrc -B $(build) -DSANITIZE=address,undefined >/dev/null
+	@cmake --build $(build) --target fuzz --parallel >/dev/null
+	UBSAN_OPTIONS=abort_on_error=1:print_stacktrace=1 \
+	ASAN_OPTIONS=abort_on_error=1:malloc_context_size=5:max_allocation_size_mb=64:hard_rss_limit_mb=1024 \
+	$(build)/fuzz $(or $(strip $(ARGS)),1000000)
+	@mkdir -p build/libfuzzer/corpus
+	@set -e; function='extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long)'; \
+	if ! echo "$$function { return 0; }" | \
+	clang++ -fsanitize=fuzzer -x c++ - -o build/libfuzzer/is_there 2>/dev/null; then \
+	echo "There is no clang++ with libFuzzer here, so that is all."; exit; fi; \
+	cmake -S csrc -B build/libfuzzer -DCMAKE_CXX_COMPILER=clang++ -DSANITIZE=address,undefined \
+	-DLIBFUZZER=ON >/dev/null; \
+	cmake --build build/libfuzzer --target fuzz --parallel >/dev/null; \
+	cd build/libfuzzer; ./fuzz -seed=1 -max_total_time=120 -max_len=100000 -malloc_limit_mb=64 \
+	-rss_limit_mb=1024 corpus
+
+stress: export STRESS_SECONDS ?= 120
+stress: dev-env build ## open, use and close the core's objects in many threads; 7 minutes
+	@set -e; run=; if setarch -R true 2>/dev/null; then run='setarch -R'; fi; \
+	for sanitizer in thread address,undefined; do build=build/ctest-$$sanitizer; \
+	echo "$$STRESS_SECONDS s, sanitizer: $$sanitizer"; \
+	cmake -S csrc -B $$build -DSANITIZE=$$sanitizer >/dev/null; \
+	cmake --build $$build --target stress_test --parallel >/dev/null; \
+	$$run $$build/stress_test; done
+	.venv/bin/python -m pytest -s tests/test_stress.py $(ARGS)
 
 wheel: dev-env build ## a wheel with gRPC's libraries in it, for machines like this, in wheelhouse/
 	rm -rf build/lib* build/bdist* build/wheel wheelhouse

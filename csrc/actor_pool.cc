@@ -39,6 +39,20 @@ std::string seconds_text(Seconds duration) {
   return text.substr(0, text.find('.') + 2) + " s";
 }
 
+// As in ({a: uint8[1, 2]}, float32[1]).
+std::string text_of(const Nest<std::string>& nest) {
+  if (nest.is_leaf()) return nest.leaf();
+  std::string text;
+  if (nest.is_tuple()) {
+    for (const auto& item : nest.tuple()) text += (text.empty() ? "" : ", ") + text_of(item);
+    return "(" + text + ")";
+  }
+  for (const auto& [key, item] : nest.dict()) {
+    text += (text.empty() ? "" : ", ") + key + ": " + text_of(item);
+  }
+  return "{" + text + "}";
+}
+
 Nest<Array> copy_state(const Nest<Array>& state) {
   auto pool = std::make_shared<MemoryPool>();
   return repeat_columns(state, 1, kAgentDim, *pool);
@@ -263,12 +277,12 @@ void ActorPool::open(size_t index, const std::shared_ptr<EnvStream>& stream,
 
 // Rows that differ could not be joined into batches.
 void ActorPool::check_row(size_t index, const Rollout& rollout) {
-  std::string row;
-  rollout.env_outputs(0).for_each([&](const Array& array) { row += array.description() + " "; });
+  const Nest<std::string> row =
+      rollout.env_outputs(0).map([](const Array& array) { return array.description(); });
   std::lock_guard lock(mutex_);
-  if (row_.value_or(row) != row) {
+  if (row_ && !(row.same_structure(*row_) && row.flatten() == row_->flatten())) {
     throw RefusedError("refused: the environment server at " + addresses_[index] +
-                       " sends rows of " + row + "but the others of " + *row_);
+                       " sends rows of " + text_of(row) + ", but the others of " + text_of(*row_));
   }
   row_ = row;
 }

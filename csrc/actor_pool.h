@@ -116,7 +116,7 @@ class ActorPool : public std::enable_shared_from_this<ActorPool> {
   // What all servers must say: as asked for, else as the first one does.
   std::optional<int64_t> num_envs_;
   std::optional<std::string> spaces_;
-  std::optional<std::string> row_;                                // a description
+  std::optional<Nest<std::string>> row_;                          // descriptions
   std::array<std::chrono::duration<double>, kNumWaits> waits_{};  // that are over
   std::deque<std::string> events_;
   size_t num_running_ = 0;

@@ -34,10 +34,15 @@ void check_finite(const Array& array, const std::string& what) {
   }
 }
 
-Nest<Array> decode_nest(const rpcenv::Nest& message, int depth) {
+// `num_items` counts those of the whole nest.
+Nest<Array> decode_nest(const rpcenv::Nest& message, int depth, int* num_items) {
   if (depth > kMaxNestDepth) {
     throw WireError("a nest is more than " + std::to_string(kMaxNestDepth) + " levels deep");
   }
+  if (message.items_size() > kMaxNestItems - *num_items) {
+    throw WireError("a nest has more than " + std::to_string(kMaxNestItems) + " items");
+  }
+  *num_items += message.items_size();
   if (message.has_array()) {
     if (message.items_size() > 0 || message.keys_size() > 0) {
       throw WireError("a nest is an array and has items too");
@@ -47,7 +52,9 @@ Nest<Array> decode_nest(const rpcenv::Nest& message, int depth) {
   if (message.keys_size() == 0) {
     Nest<Array>::Tuple tuple;
     tuple.reserve(static_cast<size_t>(message.items_size()));
-    for (const rpcenv::Nest& item : message.items()) tuple.push_back(decode_nest(item, depth + 1));
+    for (const rpcenv::Nest& item : message.items()) {
+      tuple.push_back(decode_nest(item, depth + 1, num_items));
+    }
     return tuple;
   }
   if (message.keys_size() != message.items_size()) {
@@ -56,8 +63,9 @@ Nest<Array> decode_nest(const rpcenv::Nest& message, int depth) {
   }
   Nest<Array>::Dict dict;
   for (int i = 0; i < message.keys_size(); ++i) {
-    if (!dict.emplace(message.keys(i), decode_nest(message.items(i), depth + 1)).second) {
-      throw WireError("a dict has the key " + message.keys(i) + " twice");
+    const std::string& key = message.keys(i);
+    if (!dict.emplace(key, decode_nest(message.items(i), depth + 1, num_items)).second) {
+      throw WireError("a dict has the key " + key.substr(0, 100) + " twice");
     }
   }
   return dict;
@@ -88,6 +96,7 @@ Array decode(const rpcenv::Array& message) {
   if (!rpcenv::DType_IsValid(message.dtype())) {
     throw WireError("an array has the unknown dtype " + std::to_string(message.dtype()));
   }
+  if (message.shape_size() > kMaxNestDepth) throw WireError("an array has too many dimensions");
   // The enum on the wire and DType count alike.
   const auto dtype = static_cast<DType>(message.dtype());
   const Shape shape(message.shape().begin(), message.shape().end());
@@ -100,7 +109,6 @@ Array decode(const rpcenv::Array& message) {
     count *= static_cast<size_t>(size);
     if (count > kMaxMessageBytes) throw WireError("an array's shape is too large");
   }
-  if (shape.size() > kMaxNestDepth) throw WireError("an array has too many dimensions");
   Array array = borrow(dtype, shape, message.data());
   if (message.data().size() != array.num_bytes()) {
     throw WireError("an array's data are " + std::to_string(message.data().size()) +
@@ -111,7 +119,10 @@ Array decode(const rpcenv::Array& message) {
   return array;
 }
 
-Nest<Array> decode(const rpcenv::Nest& message) { return decode_nest(message, 1); }
+Nest<Array> decode(const rpcenv::Nest& message) {
+  int num_items = 0;
+  return decode_nest(message, 1, &num_items);
+}
 
 void encode(const Array& array, rpcenv::Array* message) {
   if (array.dtype == DType::kBFloat16) throw std::invalid_argument("bfloat16 cannot be sent");
@@ -136,6 +147,7 @@ void encode(const Nest<Array>& nest, rpcenv::Nest* message) {
 }
 
 Nest<Array>::Dict decode_row(const rpcenv::Step& step, int64_t num_envs) {
+  if (num_envs < 1) throw WireError("a row of " + std::to_string(num_envs) + " environments");
   Nest<Array>::Dict row;
   for (const Field& field : kFields) {
     const std::string& data = (step.*field.data)();

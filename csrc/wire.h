@@ -17,6 +17,8 @@ namespace torchbeast {
 constexpr uint32_t kProtocolVersion = 1;
 constexpr int kMaxMessageBytes = 256 << 20;
 constexpr int kMaxNestDepth = 32;
+constexpr int kMaxNestItems =
+    1000;  // in all, since an empty one is 2 bytes in a message, but 56 here
 
 // A message that breaks the protocol; says how.
 class WireError : public std::runtime_error {
@@ -29,7 +31,7 @@ class WireError : public std::runtime_error {
 // Throws WireError where the length of the data is not that of dtype and shape, for a negative
 // size, an unknown dtype, and a bool that is neither 0 nor 1.
 Array decode(const rpcenv::Array& message);
-Nest<Array> decode(const rpcenv::Nest& message);  // also for nests that are too deep
+Nest<Array> decode(const rpcenv::Nest& message);  // also for nests that are too deep or too large
 
 void encode(const Array& array, rpcenv::Array* message);
 void encode(const Nest<Array>& nest, rpcenv::Nest* message);
@@ -37,7 +39,8 @@ void encode(const Nest<Array>& nest, rpcenv::Nest* message);
 // A row by its keys, each an array [N, ...] as decode() returns them: the observation as `frame`,
 // and the fixed keys. With frames stacked on the other side, `frame` holds the newest alone.
 //
-// Throws WireError also where an array has not N entries, and where a reward is not finite.
+// Throws WireError also where an array has not N entries, where N is not positive, and where a
+// reward is not finite.
 Nest<Array>::Dict decode_row(const rpcenv::Step& step, int64_t num_envs);
 
 // Shape of whole stacks [N, K * C, ...], from the first message of a stream.

@@ -867,6 +867,15 @@ def test_a_server_that_hangs_is_lost_while_the_others_go_on_and_may_come_back(st
         (obey(2, spaces='{"a": 1}', version=0), {}, r"\b0\b.*\b1\b"),
         (obey(3, spaces='{"a": 1}'), {}, "3.*2"),  # the others were first
         (obey(2, spaces='{"b": 2}'), {}, '"b": 2'),
+        (
+            obey(
+                2,
+                observation=rpcenv_pb2.Nest(items=[leaf(np.zeros((2, 3), np.uint8))]),
+                spaces='{"a": 1}',
+            ),
+            {},
+            r"\(\(uint8.*\(uint8",  # the same arrays, one of them in a tuple
+        ),
     ],
 )
 @pytest.mark.parametrize("reconnect", [False, True])

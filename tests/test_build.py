@@ -149,6 +149,22 @@ def test_modules_link_what_they_need_and_no_torch(module):
     assert bool([name for name in linked if "grpc++" in name]) == (module == "libtorchbeast._C")
 
 
+@needs_programs
+@pytest.mark.parametrize("program", ["fuzz", "stress_test"])
+def test_the_core_stands_malformed_messages_and_many_threads(program):
+    """The short versions of `make fuzz` and `make stress`, which build there too."""
+    build = ROOT / "build" / "ctest-address,undefined"
+    for command in (
+        ["cmake", "-S", ROOT / "csrc", "-B", build, "-DSANITIZE=address,undefined"],
+        ["cmake", "--build", build, "--target", program, "--parallel"],
+        [build / program],
+    ):
+        result = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=250
+        )
+        assert result.returncode == 0, result.stdout
+
+
 # A list and its reverse: of any two, either comes first once.
 MODULES = ["libtorchbeast._C", "torch", "nest", "grpc", "tensorboard.summary", "cv2"]
 USE_THEM = """

@@ -165,6 +165,16 @@ TEST(nests_are_not_too_deep) {
   CHECK_THROWS(WireError, decode(tuple_of_depth(10'000)));
 }
 
+TEST(nests_have_not_too_many_items_wherever_they_are) {
+  rpcenv::Nest wide;
+  *wide.add_items() = tuple_of_depth(1);
+  rpcenv::Nest* inner = wide.add_items();
+  while (wide.items_size() + inner->items_size() < kMaxNestItems) inner->add_items();
+  CHECK(decode(wide).tuple().at(1).tuple().size() == kMaxNestItems - 2);
+  wide.add_items();
+  CHECK_THROWS(WireError, decode(wide));
+}
+
 TEST(a_row_has_all_keys) {
   const rpcenv::Step step = valid_step(2);
   const Arrays::Dict row = decode_row(step, 2);
@@ -200,6 +210,7 @@ TEST(a_row_with_anything_wrong_is_refused) {
   refused([](rpcenv::Step* step) { step->clear_game_step(); });
   refused([](rpcenv::Step* step) { step->mutable_last_action()->resize(4); });
   CHECK_THROWS(WireError, decode_row(valid_step(3), 2));
+  CHECK_THROWS(WireError, decode_row(valid_step(0), 0));
 }
 
 TEST(a_reward_that_is_not_finite_is_refused) {
