@@ -30,7 +30,7 @@ void check_finite(const Array& array, const std::string& what) {
   for (size_t i = 0; i < array.num_bytes(); i += sizeof(float)) {
     float value;
     std::memcpy(&value, array.data.get() + i, sizeof(float));  // which need not be aligned
-    if (!std::isfinite(value)) throw WireError(what + " is " + std::to_string(value));
+    if (!std::isfinite(value)) throw WireError(what + " is not finite");
   }
 }
 

@@ -40,6 +40,7 @@ constexpr const char* kRefusals[] = {
     "an array's data are #",
     "an array is bool, but",
     "reward is # bytes, but",
+    "reward is not finite",
     "last_action is # bytes, but",
     "done is bool, but holds",
     "a row has no observation",

@@ -65,7 +65,9 @@ void choose_nest(int64_t num_envs, int depth, Random& random, rpcenv::Nest* nest
 
 void fill_fields(int64_t num_envs, Random& random, rpcenv::Step* step) {
   const auto n = static_cast<size_t>(num_envs);
-  step->set_reward(random_bytes(4 * n, random));
+  std::string reward = random_bytes(4 * n, random);
+  for (size_t i = 3; i < 4 * n; i += 4) reward[i] &= ~'\x40';  // no exponent of an infinity or NaN
+  step->set_reward(reward);
   step->set_done(random_bools(n, random));
   step->set_truncated(random_bools(n, random));
   step->set_terminated(random_bools(n, random));
@@ -103,7 +105,7 @@ int64_t odd_number(Random& random) {
 }
 
 std::string spoiled(std::string text, Random& random) {
-  switch (random() % 6) {
+  switch (random() % 7) {
     case 0:
       if (!text.empty()) text.pop_back();
       break;
@@ -118,6 +120,10 @@ std::string spoiled(std::string text, Random& random) {
       break;
     case 4:
       if (!text.empty()) text[random() % text.size()] = static_cast<char>(random() % 2);
+      break;
+    case 5:  // a number that is none, where it is a float
+      std::fill(text.end() - static_cast<int64_t>(std::min<size_t>(text.size(), 4)), text.end(),
+                '\xff');
       break;
     default:
       if (!text.empty()) text[random() % text.size()] = static_cast<char>(random());
