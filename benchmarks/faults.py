@@ -26,6 +26,7 @@ import asyncio
 import csv
 import dataclasses
 import heapq
+import itertools
 import math
 import os
 import pathlib
@@ -196,14 +197,14 @@ class Campaign:
 
     def __enter__(self):
         self.shared_memory = set(os.listdir("/dev/shm"))
-        learner = ["--savedir", self.folder, "--xpid", "run", "--seed", self.flags.seed, *SMALL]
-        # TODO: without the condition once both programs have the flag.
-        if "--stall_timeout_s" in (ROOT / f"{self.flags.program}.py").read_text():
-            learner += ["--stall_timeout_s", self.stall_timeout]
-        else:
-            self.stall_timeout = math.inf
+        # TODO: without the condition once the programs have the flag.
+        watched = ["--stall_timeout_s", self.stall_timeout]
+        if "--stall_timeout_s" not in (ROOT / f"{self.flags.program}.py").read_text():
+            watched, self.stall_timeout = [], math.inf
+        learner = ["--savedir", self.folder, "--xpid", "run", "--seed", self.flags.seed]
+        learner += [*SMALL, *watched]
         if self.poly:
-            self.start_servers()
+            self.start_servers(watched)
             addresses = ",".join(f"127.0.0.1:{w.proxy.port}" for w in self.workers)
             learner += ["--model", "shallow", "--envs_per_stream", NUM_ENVS]
             learner += ["--server_addresses", addresses]
@@ -239,14 +240,14 @@ class Campaign:
                 env=self.environ,
             )
 
-    def start_servers(self):
+    def start_servers(self, flags):
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
         port = find_ports(NUM_HOSTS * SERVERS_PER_HOST)
         for i in range(NUM_HOSTS):
             script = ROOT / "benchmarks" / "faulty" / "environment.py"
             words = ["--server_address", f"127.0.0.1:{port}", "--num_servers", SERVERS_PER_HOST]
-            host = Host([script, *words])
+            host = Host([script, *words, *flags])
             for _ in range(SERVERS_PER_HOST):
                 proxy = Proxy(port, loop)
                 asyncio.run_coroutine_threadsafe(proxy.start(), loop).result()
@@ -368,14 +369,14 @@ class Campaign:
 
     def inject(self, fault):
         """Begin a fault if a target can be found for it; say whether that was so."""
-        healthy = [w for w in self.workers if w.is_healthy()]
+        healthy = {w for w in self.workers if w.is_healthy()}
         if fault.kind == "stop learner":
             if any(f.targets for f in self.faults) or len(healthy) < len(self.workers):
                 return False
             fault.targets = list(self.workers)
         elif fault.kind.endswith(" main"):
             hosts = [h for h in self.hosts if not h.faults and h.process]
-            hosts = [h for h in hosts if any(w not in h.workers for w in healthy)]
+            hosts = [h for h in hosts if 0 < len(healthy - set(h.workers)) < len(healthy)]
             if not hosts:
                 return False
             host = self.random.choice(hosts)
@@ -383,12 +384,12 @@ class Campaign:
         else:
             if len(healthy) < 2:
                 return False
-            fault.targets = [self.random.choice(healthy)]
+            fault.targets = [self.random.choice(sorted(healthy, key=lambda w: w.number))]
         for target in fault.targets:
             target.faults.add(fault)
         fault.pattern = self.pattern(fault)
         if fault.kind in SILENT:
-            fault.has_to_be_named = fault.seconds > self.stall_timeout + 5
+            fault.has_to_be_named = fault.seconds > 1.25 * self.stall_timeout + 3
         self.faults.append(fault)
         fault.begin = time.time()
         getattr(self, f"do_{fault.kind.replace(' ', '_')}", self.do_in_environment)(fault)
@@ -457,8 +458,11 @@ class Campaign:
         numbers = "|".join(str(w.number) for w in workers)
         name = re.escape(workers[0].name) if workers else None
         lost = rf" stream ({numbers}): the environment server at \S+ was lost"
+        if fault.kind in SILENT and self.poly:
+            away = rf" stream {numbers}: (no environment|the environment server at \S+ hangs)"
+            return rf" (stream {numbers}|the server of {name}) has been silent|{lost}|{away}"
         if fault.kind in SILENT:
-            return rf"\bstream {numbers}\b" if self.poly else rf"\b[Aa]ctor {numbers}\b"
+            return rf" actor {numbers} has been silent| Actor {numbers} died"
         return {
             "kill": rf"{name} ended, killed by SIGKILL|{lost}"
             if self.poly
@@ -477,7 +481,8 @@ class Campaign:
         chosen = self.random.choices(list(kinds), kinds.values(), k=count - num_stops)
         moments = sorted(self.random.uniform(begin, end) for _ in chosen)
         spaced = [begin + (end - begin) * (i + 0.5) / num_stops for i in range(num_stops)]
-        plan = sorted([*zip(moments, chosen), *((at, "stop learner") for at in spaced)])  # noqa: B905
+        plan = list(zip(moments, chosen, strict=True))
+        plan = sorted(plan + [(moment, "stop learner") for moment in spaced])
         for number, (moment, kind) in enumerate(plan, 1):
             seconds = math.exp(self.random.uniform(math.log(1), math.log(self.longest)))
             yield moment, Fault(number, kind, self.longest if "learner" in kind else seconds)
@@ -571,20 +576,20 @@ class Campaign:
         memory.draw(self.recorder.rows, self.folder / "memory.png")
 
     def judge_standstill(self, times, steps):
-        stops = [(f.begin, f.end) for f in self.faults if f.kind == "stop learner"]
+        stops = [f for f in self.faults if f.kind == "stop learner"]
         longest, since = 0, times[0]
-        for (_, a), (at, b) in zip(zip(times, steps), zip(times[1:], steps[1:])):  # noqa: B905
-            stopped = sum(max(0, min(at, e) - max(since, b)) for b, e in stops)
-            longest = max(longest, at - since - stopped)
-            if b > a:
-                since = at
+        for i in range(1, len(times)):
+            stopped = sum(max(0, min(times[i], f.end) - max(since, f.begin)) for f in stops)
+            longest = max(longest, times[i] - since - stopped)
+            if steps[i] > steps[i - 1]:
+                since = times[i]
         print(f"- Steps: {steps[-1]:,}; longest time without one: {longest:.0f} s")
         self.check(longest <= STANDSTILL, f"the learner stood still for {longest:.0f} s")
 
     def judge_rate(self, times, steps):
         def rates(begin, end):
             ticks = [(t, s) for t, s in zip(times, steps, strict=True) if begin <= t <= end]
-            return [(t, (s - r) / (t - u)) for (u, r), (t, s) in zip(ticks, ticks[1:])]  # noqa: B905
+            return [(t, (s - r) / (t - u)) for (u, r), (t, s) in itertools.pairwise(ticks)]
 
         before = statistics.median(rate for _, rate in rates(*self.quiet))
         seconds = self.quiet[1] - self.quiet[0]
