@@ -7,9 +7,9 @@ tells of what faults.py has recorded, and draws it. Memory is told three ways: r
 which what several processes share is divided among them; and own, which nobody shares and no file
 holds: what a leak adds to. Prints Markdown.
 
-Growth is the median of the slopes between samples of the same process in the second half of the
-time, over all processes of a kind (Theil and Sen's estimate: a few jumps do not matter). The first
-minute of a process is left out, and so are samples so near to each other that noise rules.
+Growth is the median of the slopes between any two samples of the same process in the second half of
+the time, over all processes of a kind (Theil and Sen's estimate: noise and a jump do not matter). The
+first minute of a process is left out.
 """
 
 import csv
@@ -90,8 +90,8 @@ def slope(rows, kind, field):
         if len(times) < 2 or times[-1] - times[0] < WARM_UP:
             continue
         apart = times - times[:, None]
-        chosen = apart >= (times[-1] - times[0]) / 2
-        slopes.append(((values - values[:, None])[chosen] / apart[chosen]) * 3600)
+        later = apart > 0
+        slopes.append((values - values[:, None])[later] / apart[later] * 3600)
     return float(np.median(np.concatenate(slopes))) if slopes else None
 
 
