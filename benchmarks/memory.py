@@ -8,7 +8,7 @@ which what several processes share is divided among them; and own, which nobody 
 holds: what a leak adds to. Prints Markdown.
 
 Growth is the median of the slopes between any two samples of the same process in the second half of
-the time, over all processes of a kind (Theil and Sen's estimate: noise and a jump do not matter). The
+the time, over all processes of a kind (Theil and Sen: noise and a jump do not matter). The
 first minute of a process is left out.
 """
 
