@@ -619,11 +619,11 @@ class Campaign:
         for kind, title in TITLES.items():
             faults = [fault for fault in self.faults if fault.kind == kind]
             missing = [f for f in faults if f.named is None and f.has_to_be_named]
-            delays = [f.named - f.begin for f in faults if f.named is not None] or [math.nan]
-            counts = [len(faults), sum(map(math.isfinite, delays))]
-            counts += [len(faults) - counts[1] - len(missing), len(missing)]
-            cells = [title, *map(str, counts)]
-            cells += [f"{statistics.median(delays):.1f}", f"{max(delays):.1f}"]
+            delays = [f.named - f.begin for f in faults if f.named is not None]
+            counts = [len(faults), len(delays), len(faults) - len(delays) - len(missing)]
+            cells = [title, *map(str, counts), str(len(missing))]
+            figures = (statistics.median, max) if delays else ()
+            cells += [f"{figure(delays):.1f}" for figure in figures] or ["-", "-"]
             if faults:
                 print("|", " | ".join(cells), "|")
             for fault in missing:
