@@ -181,7 +181,8 @@ class Campaign:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.environ = os.environ | {"FAULTS_FOLDER": str(self.folder)}
         self.longest = min(60, 6 * flags.minutes)  # seconds that a fault lasts
-        self.stall_timeout = max(1, round(self.longest / 6))
+        self.stall_timeout = max(5, round(self.longest / 6))
+        self.settling = min(BACK_WITHIN, 15 * flags.minutes)  # after the last fault
         self.drops_packets = self.poly and can_drop_packets()
         self.hosts, self.workers, self.logs = [], [], []
         self.faults, self.pending = [], []  # those that have begun; undoing, by time
@@ -499,7 +500,7 @@ class Campaign:
         self.quiet = (begin, end)
         if self.flags.faults:
             self.quiet = (begin, begin + min(60, (end - begin) / 5))
-            end -= BACK_WITHIN + 15  # in which the rate is looked at
+            end -= 1.5 * self.settling  # in which the rate is looked at
             plan = list(self.plan(self.quiet[1], end))
         while plan or time.time() < end:
             if time.time() > end + 0.5 * (end - begin) + 120:
@@ -513,7 +514,7 @@ class Campaign:
             self.tick()
         self.run_until(lambda: not any(f.targets for f in self.faults), 120, "the last faults")
         self.last = max((fault.end for fault in self.faults), default=end)
-        while self.faults and time.time() < self.last + BACK_WITHIN + 15:
+        while self.faults and time.time() < self.last + 1.5 * self.settling:
             self.tick()
 
     def shut_down(self):
@@ -599,11 +600,11 @@ class Campaign:
         enough, after = self.flags.share * before, rates(self.last, math.inf)
         during = statistics.mean(rate for _, rate in rates(self.quiet[1], self.last))
         back = next((t - self.last for t, rate in after if rate >= enough), math.inf)
-        settled = statistics.median(rate for t, rate in after if t > self.last + BACK_WITHIN)
+        settled = statistics.median(rate for t, rate in after if t > self.last + self.settling)
         print(f"- With faults: mean {during:,.0f}")
         print(
             f"- After the last fault: {enough:,.0f} ({self.flags.share:.0%}) within {back:.0f} s; "
-            f"from {BACK_WITHIN} s on, median {settled:,.0f}"
+            f"from {self.settling:.0f} s on, median {settled:,.0f}"
         )
         self.check(back <= BACK_WITHIN, f"the rate was not back {BACK_WITHIN} s after the last")
         self.check(settled >= enough, f"the rate after all faults is {settled:,.0f}")
