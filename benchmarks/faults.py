@@ -237,7 +237,7 @@ class Campaign:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,  # a Ctrl-C is for the campaign
                 env=self.environ,
             )
 
