@@ -57,7 +57,8 @@ SAMPLE_INTERVAL = 5  # seconds
 NAMED_WITHIN = 30  # seconds in which a log names a fault, once it can be seen
 STANDSTILL = 60  # seconds in which the learner takes a step, whatever happens
 SHUTDOWN = 10  # seconds
-BACK_WITHIN = 30  # seconds after the last fault in which the step rate is back
+BACK_WITHIN = 30  # seconds after the last fault in which the step rate is back,
+SHARE = 0.8  # so much of it
 UNNOTICED_GROWTH = 8  # MB that a process may grow by while the learner is stopped
 
 # How often each kind comes up.
@@ -180,6 +181,7 @@ class Campaign:
         self.folder = pathlib.Path(flags.folder or tempfile.mkdtemp(prefix="faults-")).resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.environ = os.environ | {"FAULTS_FOLDER": str(self.folder)}
+        self.patience = flags.patience
         self.longest = min(60, 6 * flags.minutes)  # seconds that a fault lasts
         self.stall_timeout = max(5, round(self.longest / 6))
         self.settling = min(BACK_WITHIN, 15 * flags.minutes)  # after the last fault
@@ -290,7 +292,11 @@ class Campaign:
         if self.learner.poll() is not None:
             raise Failure(f"the learner ended with status {self.learner.returncode}")
         if self.ticks and not self.is_learner_stopped():
-            if now > max(self.ticks[-1][0], self.last_stop_of_learner()) + 3 * STANDSTILL:
+            if (
+                now
+                > max(self.ticks[-1][0], self.last_stop_of_learner())
+                + 3 * self.patience * STANDSTILL
+            ):
                 raise Failure(f"the learner stands still at step {self.ticks[-1][1]:,}")
         for i, host in enumerate(self.hosts):
             if host.process is not None and host.process.poll() is not None:
@@ -338,7 +344,11 @@ class Campaign:
                 fault.end = now
         if fault.end is None or not fault.targets:
             return
-        if fault.named or not fault.has_to_be_named or now > fault.end + NAMED_WITHIN:
+        if (
+            fault.named
+            or not fault.has_to_be_named
+            or now > fault.end + self.patience * NAMED_WITHIN
+        ):
             for target in fault.targets:
                 target.faults.discard(fault)
             fault.targets = ()
@@ -360,10 +370,10 @@ class Campaign:
         return max((f.end or 0 for f in self.faults if f.kind == "stop learner"), default=0)
 
     def run_until(self, condition, seconds, what):
-        deadline = time.time() + seconds
+        deadline = time.time() + self.patience * seconds
         while not condition():
             if time.time() > deadline:
-                raise Failure(f"waited {seconds:.0f} s in vain for {what}")
+                raise Failure(f"waited {self.patience * seconds:.0f} s in vain for {what}")
             self.tick()
 
     # ------------------------------------------------------------------ faults
@@ -503,7 +513,7 @@ class Campaign:
             end -= 1.5 * self.settling  # in which the rate is looked at
             plan = list(self.plan(self.quiet[1], end))
         while plan or time.time() < end:
-            if time.time() > end + 0.5 * (end - begin) + 120:
+            if time.time() > end + self.patience * (0.5 * (end - begin) + 120):
                 raise Failure(f"only {len(self.faults)} faults of {self.flags.faults} could begin")
             due = [fault for moment, fault in plan if moment <= time.time()]
             for fault in due:
@@ -528,12 +538,15 @@ class Campaign:
                 continue
             process.send_signal(number)
             try:
-                status = process.wait(SHUTDOWN)
+                status = process.wait(self.patience * SHUTDOWN)
                 self.check(status == 128 + number, f"{name}: status {status} upon {number.name}")
             except subprocess.TimeoutExpired:
-                self.check(False, f"{name}: still there {SHUTDOWN} s after {number.name}")
+                self.check(
+                    False,
+                    f"{name}: still there {self.patience * SHUTDOWN:.0f} s after {number.name}",
+                )
             statuses[name] = process.returncode
-        deadline = time.time() + SHUTDOWN
+        deadline = time.time() + self.patience * SHUTDOWN
         while (members := self.members()) and time.time() < deadline:
             time.sleep(0.1)
         self.check(not members, f"processes left: {sorted(members)}")
@@ -585,28 +598,32 @@ class Campaign:
             if steps[i] > steps[i - 1]:
                 since = times[i]
         print(f"- Steps: {steps[-1]:,}; longest time without one: {longest:.0f} s")
-        self.check(longest <= STANDSTILL, f"the learner stood still for {longest:.0f} s")
+        self.check(
+            longest <= self.patience * STANDSTILL, f"the learner stood still for {longest:.0f} s"
+        )
 
     def judge_rate(self, times, steps):
         def rates(begin, end):
             ticks = [(t, s) for t, s in zip(times, steps, strict=True) if begin <= t <= end]
             return [(t, (s - r) / (t - u)) for (u, r), (t, s) in itertools.pairwise(ticks)]
 
-        before = statistics.median(rate for _, rate in rates(*self.quiet))
-        seconds = self.quiet[1] - self.quiet[0]
+        def median(rates):
+            return statistics.median([rate for _, rate in rates] or [0.0])
+
+        before, seconds = median(rates(*self.quiet)), self.quiet[1] - self.quiet[0]
         print(f"- Steps a second in {seconds:.0f} s without faults: median {before:,.0f}")
         if not self.faults:
             return
-        enough, after = self.flags.share * before, rates(self.last, math.inf)
-        during = statistics.mean(rate for _, rate in rates(self.quiet[1], self.last))
+        enough, after = SHARE / self.patience * before, rates(self.last, math.inf)
         back = next((t - self.last for t, rate in after if rate >= enough), math.inf)
-        settled = statistics.median(rate for t, rate in after if t > self.last + self.settling)
-        print(f"- With faults: mean {during:,.0f}")
+        settled = median(rates(self.last + self.settling, math.inf))
+        print(f"- Meanwhile: median {median(rates(self.quiet[1], self.last)):,.0f}")
         print(
-            f"- After the last fault: {enough:,.0f} ({self.flags.share:.0%}) within {back:.0f} s; "
-            f"from {self.settling:.0f} s on, median {settled:,.0f}"
+            f"- After the last fault: {enough:,.0f} within {back:.0f} s; from "
+            f"{self.settling:.0f} s on, median {settled:,.0f}"
         )
-        self.check(back <= BACK_WITHIN, f"the rate was not back {BACK_WITHIN} s after the last")
+        soon = self.patience * BACK_WITHIN
+        self.check(back <= soon, f"the rate was not back {soon:.0f} s after the last fault")
         self.check(settled >= enough, f"the rate after all faults is {settled:,.0f}")
 
     def judge_faults(self):
@@ -640,7 +657,8 @@ def main():
     add("--minutes", type=float, default=45, help="from the first step on (default: 45)")
     add("--faults", type=int, default=520, help="(default: 520)")
     add("--seed", type=int, default=1, help="of moments, kinds and targets (default: 1)")
-    add("--share", type=float, default=0.8, help="of the rate, to be back (default: 0.8)")
+    add("--patience", type=float, default=1, help="times as long, and as slow, as it should be, "
+        "may everything be: for a busy machine (default: 1)")  # fmt: skip
     add("--folder", help="for logs, memory.csv and memory.png; by default a temporary one")
     add("--results", help="copy the last two there: a path without its suffix")
     flags = parser.parse_args()
