@@ -678,8 +678,7 @@ def main():
         for suffix in (".csv", ".png"):
             shutil.copy(campaign.folder / f"memory{suffix}", f"{flags.results}{suffix}")
     print()
-    for text in campaign.failures or ["nothing: all is well"]:
-        print("FAILED:", text)
+    print("\n".join(f"FAILED: {text}" for text in campaign.failures) or "All is well.")
     return bool(campaign.failures)
 
 
