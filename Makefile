@@ -8,8 +8,8 @@ ARGS ?=    # more flags for monobeast.py or polybeast.py, or for pytest
 .DEFAULT_GOAL := help
 # Two targets at once would set up the same environment twice.
 .NOTPARALLEL:
-.PHONY: help pong poly test preempt hostile fuzz stress lint format build sanitize wheel proto clean \
-	env dev-env
+.PHONY: help pong poly test preempt faults soak hostile fuzz stress lint format build sanitize wheel \
+	proto clean env dev-env
 
 CPP := csrc/*.h csrc/*.cc csrc/fuzz/*.h csrc/fuzz/*.cc csrc/tests/*.h csrc/tests/*.cc
 
@@ -29,6 +29,13 @@ test: dev-env build lint ## build, lint, the whole test suite; one file: make te
 
 preempt: build ## kill both programs 100 times at random moments and resume them: half an hour
 	exec .venv/bin/python benchmarks/preemption.py $(ARGS)
+
+faults: dev-env build ## 45 minutes of PolyBeast among more than 500 faults; for root, with tc
+	exec .venv/bin/python benchmarks/faults.py --results benchmarks/results/faults $(ARGS)
+
+soak: dev-env build ## two hours without faults: does anything grow?
+	exec .venv/bin/python benchmarks/faults.py --faults 0 --minutes 120 --results \
+	benchmarks/results/soak $(ARGS)
 
 lint: dev-env ## what the linter says
 	.venv/bin/python -m ruff check .
