@@ -416,7 +416,9 @@ def monobeast_rollouts(num_rollouts, N, T):
     pipe, far_end = multiprocessing.Pipe()
     weights = monobeast.PublishedWeights(model)
     process = multiprocessing.get_context("forkserver").Process(
-        target=act, args=(flags, 0, seed, far_end, buffers, weights), daemon=True
+        target=act,
+        args=(flags, 0, seed, far_end, buffers, weights, torch.zeros(1).share_memory_()),
+        daemon=True,
     )
     process.start()
     far_end.close()
