@@ -25,6 +25,7 @@ from watchdog import PATIENCE, print_stacks_on_signal
 # So many deaths of one actor end the run, if it never gave so many rollouts (of each of its
 # environments) in between: then it is not bad luck.
 MAX_DEATHS, MIN_ROLLOUTS = 5, 10
+PAUSES = (0, 1, 3, 10)  # seconds before it is started anew, by how often it has died so
 HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)  # which an actor is not ready for at once
 
 
@@ -44,6 +45,27 @@ def start_fork_server():
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     remove_after_death(multiprocessing.util.get_temp_dir())
     return context
+
+
+def kill_fork_server():
+    """Wake whoever waits for the fork server, which may be stopped; there will be another one."""
+    pid = multiprocessing.forkserver._forkserver._forkserver_pid
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def end_process(process, patience):
+    """Kill an actor unless it ends by itself in so many seconds."""
+    process.join(max(0, patience))
+    if process.is_alive() or process.exitcode == 255:
+        # It hangs; or the fork server died, and it only seems to be dead.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    process.join(2)
+    if process.is_alive():  # as far as the fork server tells
+        kill_fork_server()
+        process.join()
 
 
 @functools.cache  # keeps the process, and with it the pipe
@@ -100,12 +122,14 @@ class Actors:
         self._error = None
 
         # Of the watcher alone, while it runs.
-        self._processes = [None] * num_actors
+        self._processes = [None] * num_actors  # None: is to be started
+        self._start_times = [0.0] * num_actors
         self._pipes = [None] * num_actors
         self._deaths = [0] * num_actors
         self._deaths_in_a_row = [0] * num_actors
         self._num_rollouts = [0] * num_actors  # since the last death
         self._tracebacks = [None] * num_actors
+        self._looked = time.monotonic()  # when the watcher last looked after them
         self._wake_reader, self._wake_writer = multiprocessing.Pipe(duplex=False)
         self._watcher = threading.Thread(target=self._watch, name="actors", daemon=True)
         self._watcher.start()
@@ -139,13 +163,20 @@ class Actors:
 
     def silences(self):
         """Return a tuple of each actor that has something to do, as a Watchdog wants them."""
-        return [
-            (f"actor {actor}", "steps its environments", seconds, self._processes[actor].pid)
-            for actor, seconds in self._seconds_silent()
+        seconds = time.monotonic() - self._looked
+        watcher = (
+            "the watcher of the actors",
+            "starts or ends one, by the fork server",
+            seconds,
+            None,
+        )
+        return [watcher] + [
+            (f"actor {actor}", "steps its environments", seconds, process.pid)
+            for actor, process, seconds in self._seconds_silent()
         ]
 
     def pids(self):
-        return [process.pid for process in self._processes if process is not None]
+        return [process.pid for process in list(self._processes) if process is not None]
 
     def check(self):
         """Raise the error that has closed the queues, if there is one."""
@@ -162,16 +193,16 @@ class Actors:
             if self._wake_writer.closed:
                 return
             self._wake_writer.close()  # which the watcher notices
-            self._watcher.join()
+            self._watcher.join(3)
+            if self._watcher.is_alive():
+                kill_fork_server()
+                self._watcher.join()
             self._wake_reader.close()
             for pipe in filter(None, self._pipes):
                 pipe.close()  # which the actors notice
             deadline = time.monotonic() + 3
             for process in filter(None, self._processes):
-                process.join(max(0, deadline - time.monotonic()))
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+                end_process(process, deadline - time.monotonic())
 
     def _hand_out(self):  # requires the condition's lock
         while self._waiting and len(self._free) >= self._envs_per_actor and not self._closed:
@@ -192,12 +223,12 @@ class Actors:
         # For a fork server that is started anew.
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
         try:
-            for actor in range(len(self._processes)):
-                self._start_process(actor)
             while not self._closed:
+                self._looked = time.monotonic()
+                self._start_those_due()
                 self._kill_silent()
-                actors = {pipe: actor for actor, pipe in enumerate(self._pipes)}
-                actors |= {p.sentinel: actor for actor, p in enumerate(self._processes)}
+                actors = {pipe: actor for actor, pipe in enumerate(self._pipes) if pipe}
+                actors |= {p.sentinel: actor for actor, p in enumerate(self._processes) if p}
                 ready = multiprocessing.connection.wait([self._wake_reader, *actors], timeout=1)
                 for actor in sorted({actors[r] for r in ready if r is not self._wake_reader}):
                     # Asked for before the messages are read, so that the last ones are not lost.
@@ -206,7 +237,8 @@ class Actors:
                         self._replace(actor)
         except Exception as error:
             with self._condition:
-                self._error = error
+                if not self._closed:  # else it is only that nothing can be started any more
+                    self._error = error
                 self._closed = True
                 self._condition.notify_all()
 
@@ -214,16 +246,16 @@ class Actors:
         now = time.monotonic()
         with self._condition:
             return [
-                (actor, now - self._heartbeats[actor])
-                for actor in range(len(self._processes))
-                if actor not in self._waiting and self._processes[actor] is not None
+                (actor, process, now - self._heartbeats[actor])
+                for actor, process in enumerate(self._processes)
+                if actor not in self._waiting and process is not None
             ]
 
     def _kill_silent(self):
-        for actor, seconds in self._seconds_silent():
+        for actor, process, seconds in self._seconds_silent():
             if seconds > self._patience:
                 self._tracebacks[actor] = f"it was silent for {seconds:.0f} s, and so was killed"
-                self._processes[actor].kill()
+                process.kill()
 
     def _read_messages(self, actor):
         """Handle what the actor has sent; return False where it has failed or closed its end."""
@@ -248,16 +280,12 @@ class Actors:
         return True
 
     def _replace(self, actor):
-        """Take the indices of a dead actor back and start another process in its place."""
+        """Take the indices of a dead actor back, and have another process take its place."""
         process = self._processes[actor]
-        process.join(1)
-        if process.is_alive() or process.exitcode == 255:
-            # It failed and hangs; or the fork server died, and it only seems to be dead.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-        process.join()
+        end_process(process, 1)
         with self._condition:
             self._pipes[actor].close()
+            self._processes[actor] = self._pipes[actor] = None
             self._free.extend(self._held[actor])
             self._held[actor] = []
             self._end_wait(actor)
@@ -266,6 +294,11 @@ class Actors:
             cause = f"killed by {signal.Signals(-process.exitcode).name}"
         elif cause is None:
             cause = f"it ended with status {process.exitcode}"
+        with self._condition:
+            self._hand_out()  # to others, of the indices that came back
+        self._count_death(actor, cause)
+
+    def _count_death(self, actor, cause):
         self._deaths[actor] += 1
         self._deaths_in_a_row[actor] += 1
         if self._deaths_in_a_row[actor] >= MAX_DEATHS:
@@ -273,20 +306,30 @@ class Actors:
                 f"actor {actor} died {MAX_DEATHS} times with less than {MIN_ROLLOUTS} rollouts in "
                 f"between, most recently: {cause}"
             )
+        pause = PAUSES[self._deaths_in_a_row[actor] - 1]
         logging.error(
-            "Actor %d died and is started anew (death %d; %d soon after another, of which %d end "
-            "the run): %s",
-            *(actor, self._deaths[actor], self._deaths_in_a_row[actor], MAX_DEATHS, cause),
+            "Actor %d died and is started anew in %g s (death %d; %d soon after another, of which "
+            "%d end the run): %s",
+            *(actor, pause, self._deaths[actor], self._deaths_in_a_row[actor], MAX_DEATHS, cause),
         )
         self._num_rollouts[actor] = 0
-        self._start_process(actor)
-        with self._condition:
-            self._hand_out()  # to others, of the indices that came back
+        self._start_times[actor] = time.monotonic() + pause
+
+    def _start_those_due(self):
+        for actor, process in enumerate(self._processes):
+            if process is None and time.monotonic() >= self._start_times[actor]:
+                self._start_process(actor)
 
     def _start_process(self, actor):
         pipe, far_end = multiprocessing.Pipe()
         self._heartbeats[actor] = time.monotonic()  # so that it has time to start
-        self._processes[actor] = self._start(actor, self._deaths[actor], far_end)
-        far_end.close()
+        try:
+            self._processes[actor] = self._start(actor, self._deaths[actor], far_end)
+        except (EOFError, OSError) as error:  # the fork server has died, or could not fork
+            pipe.close()
+            self._count_death(actor, f"it could not be started ({error!r})")
+            return
+        finally:
+            far_end.close()
         with self._condition:
             self._pipes[actor] = pipe

@@ -45,6 +45,8 @@ from whole_files import CSVFile, EventFile, LogHandler, replace_file
 _CALL_FLAGS = (
     *("mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "num_buffers"),
     *("pipes_basename", "write_profiler_trace", "autotune", "best"),
+    # Nor shall a checkpoint that came from elsewhere choose which secret is sent to its servers.
+    *("auth_token_file", "tls_cert", "tls_key", "tls_ca"),
 )
 NEWEST, BEST = "model.tar", "best.tar"
 MAX_SKIPPED = 10  # updates in a row that are not finite
@@ -228,8 +230,9 @@ class Experiment:
             for path in (NEWEST, BEST, "meta.json", "logs.csv"):  # of a process that was killed
                 (self.path / path).with_suffix(".tmp").unlink(missing_ok=True)
             if (self.path / "meta.json").exists():
-                earlier = json.loads((self.path / "meta.json").read_text())
-                self._meta["earlier"] = earlier.pop("earlier", []) + [earlier]
+                with contextlib.suppress(ValueError):  # what is damaged there is not worth a run
+                    earlier = json.loads((self.path / "meta.json").read_text())
+                    self._meta["earlier"] = earlier.pop("earlier", []) + [earlier]
             self._write_meta()
             self._out = LogHandler(self.path / "out.log", LOG_FORMAT)
         except BlockingIOError:
@@ -283,7 +286,11 @@ class Experiment:
 
     def start_logs(self, step):
         """Open logs.csv and the event file; what they hold beyond `step` is dropped."""
-        best = load_checkpoint(self._flags, BEST)
+        try:
+            best = load_checkpoint(self._flags, BEST)
+        except FlagError as error:  # which costs only the comparison with it
+            logging.warning("%s", error)
+            best = None
         self._merit = _merit(best["stats"]) if best else (0, None)
         self._saved_steps = {
             NEWEST: step if (self.path / NEWEST).exists() else None,
@@ -344,15 +351,20 @@ class Experiment:
 
         Args:
           lock: guards the rest; it is held while that is copied, not while the disk is waited for.
-          stats: nothing is written while `skipped_in_a_row` of it is not 0: the last update was
-            bad, and so the model may be.
+          stats: with several `skipped_in_a_row` nothing is written, since the model may have
+            diverged, though no skipped update has changed it.
         """
         if self._flags.disable_checkpoint:
             return
         with lock:
             step, merit, buffer = stats["step"], _merit(stats), io.BytesIO()
-            if stats.get("skipped_in_a_row"):
-                self._lost = f"no checkpoint was written at step {step:,}: the last update was bad"
+            weights = model.state_dict().values()
+            skipped = stats.get("skipped_in_a_row", 0)
+            if skipped > 2 or (skipped and not all(w.isfinite().all() for w in weights)):
+                self._lost = (
+                    f"no checkpoint was written at step {step:,}: the last {skipped} updates were "
+                    "not finite"
+                )
                 logging.warning("%s", self._lost)
                 return
             checkpoint = {
@@ -412,10 +424,14 @@ class Experiment:
             path = self.path / "bad_batch.tar"
             content = io.BytesIO()
             torch.save({"batch": batch, "origin": origin, "figures": figures}, content)
-            replace_file(path, content.getbuffer())
+            where = f"lies in {path}"
+            try:
+                replace_file(path, content.getbuffer())
+            except OSError as error:  # which must not hide what ends the run
+                where = f"could not be written into {path} ({error.strerror or error})"
             raise FloatingPointError(
                 f"{MAX_SKIPPED} updates in a row were not finite, the last one with {what}. The "
-                f"batch lies in {path}, of {origin}; the checkpoint is from before. Look at the "
+                f"batch {where}, of {origin}; the checkpoint is from before. Look at the "
                 "rewards and frames in it, and try a lower --learning_rate"
             )
 

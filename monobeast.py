@@ -647,6 +647,7 @@ def train(flags):
 
 
 def main(argv=None):
+    print_stacks_on_signal()  # of this process; of all, once there are others
     flags = experiment.parse_flags(parser, argv)
     if flags.mode == "train":
         if flags.autotune:

@@ -679,6 +679,8 @@ def train_on(flags, addresses, process):
                 watchdog.beat("looks after the run")
                 log()
                 if process is not None and process.poll() is not None:
+                    # Only they have failed; what was learned until now is good.
+                    run_folder.save_checkpoint(lock, model, optimizer, scheduler, stats)
                     raise EnvError("the environment servers have ended: see above")
                 if actors.num_connected() == 0:
                     logging.warning("No environment server answers: waiting for %s", addresses)
@@ -700,6 +702,7 @@ def train_on(flags, addresses, process):
 
 
 def main(argv=None):
+    print_stacks_on_signal()  # of this process; of all, once there are others
     flags = experiment.parse_flags(parser, argv)
     if flags.mode == "train":
         if flags.autotune:

@@ -153,6 +153,7 @@ def be_server(flags, address, seed, pipe, busy_since):
 
 
 def main(argv=None):
+    print_stacks_on_signal()
     flags = parser.parse_args(argv)
     start_logging()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

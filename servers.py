@@ -138,7 +138,7 @@ def local_servers(flags, script, *words):
         finally:
             process.stdin.close()  # upon which it ends
             try:
-                process.wait(10)
+                process.wait(GRACE + 2)
             except subprocess.TimeoutExpired:
                 process.kill()  # upon which its children end
                 process.wait()
@@ -296,7 +296,15 @@ class ServerProcess:
         now = time.monotonic()
         if self.process is None:
             if now >= self.start_time:
-                self.start()
+                try:
+                    self.start()
+                except OSError as error:  # no memory, say, or too many processes
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+                    logging.error(
+                        "the server of %s cannot be started (%s); trying again in %d s",
+                        *(self.address, error, LONGEST_PAUSE),
+                    )
+                    self.process, self.start_time = None, now + LONGEST_PAUSE
             return
         dead = not self.process.is_alive()  # asked first, so that no last message is lost
         with contextlib.suppress(EOFError, OSError):
@@ -349,8 +357,9 @@ def keep_serving(serve, flags, addresses):
     def silences():
         return [
             (f"the server of {s.address}", "is at one step, or its process is stopped",
-             s.seconds_silent(), s.process.pid)
-            for s in running()
+             s.seconds_silent(), process.pid)
+            for s, process in [(s, s.process) for s in servers]  # which another thread may end
+            if process is not None
         ]  # fmt: skip
 
     print_stacks_on_signal(lambda: [server.process.pid for server in running()])

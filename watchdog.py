@@ -104,6 +104,7 @@ def print_stacks_on_signal(other_processes=list):
                 os.kill(pid, signal.SIGUSR1)
                 time.sleep(0.05)  # lest what two of them print be mixed
 
+    faulthandler.unregister(signal.SIGUSR1)  # else to register again would do nothing
     signal.signal(signal.SIGUSR1, pass_on)
     # Comes first, and without the interpreter, which may be what hangs.
     faulthandler.register(signal.SIGUSR1, chain=True)

@@ -142,6 +142,14 @@ def state(pid):
         return None
 
 
+def began(pid):
+    """Return when a process was started, in seconds since the epoch."""
+    try:
+        return os.stat(f"/proc/{pid}").st_ctime
+    except FileNotFoundError:
+        return math.inf
+
+
 def send(pid, number):
     try:
         os.kill(pid, number)
@@ -437,7 +445,12 @@ class Campaign:
         self.stop(fault, fault.targets[0].process.pid)
 
     def do_stop_learner(self, fault):
-        pids = [pid for pid in self.members() if pid != self.learner.pid]
+        # What has just been started still grows, whatever the learner does.
+        pids = [
+            pid
+            for pid in self.members()
+            if pid != self.learner.pid and began(pid) < time.time() - 20
+        ]
         before = {pid: memory.read_process(pid) for pid in pids}
         send(self.learner.pid, signal.SIGSTOP)
 
@@ -671,7 +684,7 @@ def main():
             print(*(campaign.folder / "learner.log").read_text().splitlines()[-30:], sep="\n")
         if campaign.quiet is not None:
             campaign.judge()
-    if flags.results:
+    if flags.results and campaign.quiet is not None:
         for suffix in (".csv", ".png"):
             shutil.copy(campaign.folder / f"memory{suffix}", f"{flags.results}{suffix}")
     print()

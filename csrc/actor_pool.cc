@@ -269,8 +269,8 @@ void ActorPool::open(size_t index, const std::shared_ptr<EnvStream>& stream,
   ++num_connected_;
   if (actor.num_connections++ > 0) {
     ++num_reconnects_;
-    events_.push_back("stream " + std::to_string(index) + ": the environment server at " +
-                      addresses_[index] + " is back");
+    add_event("stream " + std::to_string(index) + ": the environment server at " +
+              addresses_[index] + " is back");
     changed_.notify_all();
   }
 }
@@ -323,10 +323,15 @@ void ActorPool::stop() {
 void ActorPool::report(std::string event) {
   {
     std::lock_guard lock(mutex_);
-    if (events_.size() == kMaxEvents) events_.pop_front();
-    events_.push_back(std::move(event));
+    add_event(std::move(event));
   }
   changed_.notify_all();
+}
+
+// Requires mutex_. Where nobody asks for events, the oldest are dropped.
+void ActorPool::add_event(std::string event) {
+  if (events_.size() == kMaxEvents) events_.pop_front();
+  events_.push_back(std::move(event));
 }
 
 std::array<double, ActorPool::kNumWaits> ActorPool::waits() {

@@ -96,6 +96,7 @@ class ActorPool : public std::enable_shared_from_this<ActorPool> {
   void fail(std::exception_ptr error);
   void stop();
   void report(std::string event);
+  void add_event(std::string event);
 
   const int64_t unroll_length_;
   const std::shared_ptr<BatchingQueue> learner_queue_;

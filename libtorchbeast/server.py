@@ -177,6 +177,7 @@ class Server:
                 encoder = wire.RowEncoder(environments, newest_frame_only)
                 step = encoder.encode_first(environments.initial(), PROTOCOL_VERSION)
             except BaseException:  # SystemExit, too, would leave the client waiting
+                self._busy_since[slot] = 0.0  # the client may be slow to read
                 yield _failure(name)
                 return
             self._busy_since[slot] = 0.0
@@ -190,6 +191,7 @@ class Server:
                     self._busy_since[slot] = time.monotonic()
                     step = encoder.encode(environments.step(actions))
                 except BaseException:
+                    self._busy_since[slot] = 0.0
                     yield _failure(name)
                     return
                 self._busy_since[slot] = 0.0

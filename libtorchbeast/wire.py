@@ -17,7 +17,7 @@ MAX_MESSAGE_BYTES = 256 * 2**20  # of a Step
 MAX_ACTION_BYTES = 4 * 2**20  # of an Action: with 4,096 environments, 1,024 each
 MAX_METADATA_BYTES = 8192
 MAX_NEST_DEPTH = 32
-MAX_NEST_ITEMS = 1000  # of a tuple or dict in an action
+MAX_NEST_ITEMS = 1000  # in all, since an empty one is 2 bytes in a message, but 200 here
 
 _DTYPES = [np.dtype(name.lower()) for name in rpcenv_pb2.DType.keys()]
 FIELDS = {  # of a Step: number, dtype
@@ -66,7 +66,7 @@ def decode_actions(request, num_envs, any_nest):
         raise ValueError(f"the message is not an Action: {error}") from None
     if not action.HasField("action"):
         raise ValueError("the message has no action")
-    actions = _decode_nest(action.action, num_envs, MAX_NEST_DEPTH)
+    actions = _decode_nest(action.action, num_envs, MAX_NEST_DEPTH, [MAX_NEST_ITEMS])
     if not any_nest:
         if not isinstance(actions, np.ndarray):
             raise ValueError("the action should be one array, but is a nest of them")
@@ -78,16 +78,17 @@ def decode_actions(request, num_envs, any_nest):
     return actions
 
 
-def _decode_nest(nest, num_envs, depth):
+def _decode_nest(nest, num_envs, depth, items_left):
     if depth == 0:
         raise ValueError(f"the action is a nest of more than {MAX_NEST_DEPTH} levels")
     if nest.HasField("array"):
         if nest.items or nest.keys:
             raise ValueError("a nest in the action is an array and has items as well")
         return _decode_array(nest.array, num_envs)
-    if len(nest.items) > MAX_NEST_ITEMS:
+    items_left[0] -= len(nest.items)
+    if items_left[0] < 0:
         raise ValueError(f"a nest in the action has more than {MAX_NEST_ITEMS} items")
-    items = tuple(_decode_nest(item, num_envs, depth - 1) for item in nest.items)
+    items = tuple(_decode_nest(item, num_envs, depth - 1, items_left) for item in nest.items)
     if not nest.keys:
         return items
     if len(nest.keys) != len(items) or len(set(nest.keys)) != len(items):

@@ -301,7 +301,8 @@ def test_dict_outputs_have_all_keys_of_a_row(start):
     server = start(ServerThread(counting.Counting))
     rig = start(Rig([server.address], columns=2, dict_outputs=True, num_envs=2))
     (env_outputs, agent_outputs), state = rig.take()
-    assert sorted(env_outputs) == sorted(KEYS)
+    assert sorted(env_outputs) == sorted([*KEYS, "actor"])
+    assert torch.equal(env_outputs["actor"], torch.zeros(T + 1, 2, dtype=torch.int32))
     assert sorted(agent_outputs) == ["action", "count", "seen"]
     for key, dtype in DTYPES.items():
         assert env_outputs[key].shape == (T + 1, 2) and env_outputs[key].dtype == dtype

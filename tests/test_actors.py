@@ -4,6 +4,7 @@
 import argparse
 import logging
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pathlib
 import re
@@ -103,6 +104,11 @@ class Rig:
         for _, process in self.processes:
             if process.is_alive():
                 process.kill()
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(actors, "PAUSES", (0, 0, 0, 0))
 
 
 @pytest.fixture
@@ -398,7 +404,7 @@ def test_a_process_that_cannot_be_started_leaves_no_others_behind(context):
     try:
         pool = actors.Actors(start, 3, 1, 3, torch.zeros(3), 60)
         assert pool.take(3) is None
-        with pytest.raises(BlockingIOError):
+        with pytest.raises(RuntimeError, match="could not be started .*no more processes"):
             pool.check()
         pool.close()
         for process in started:
@@ -705,9 +711,29 @@ def test_a_silent_actor_is_replaced(make_rig, tmp_path, caplog, how):
     take_and_release_all(rig, 2)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_run_goes_on_without_its_fork_server(make_rig, number):
+    rig = make_rig(num_actors=2)
+    take_and_release_all(rig, 1)
+    os.kill(multiprocessing.forkserver._forkserver._forkserver_pid, number)
+    rig.running(0).kill()  # its end is told by the fork server, and so is its successor's start
+    wait_until(lambda: rig.actors.num_restarts > 0 and len(rig.processes) > 2)
+    take_and_release_all(rig, 3)
+
+
+def test_close_does_not_wait_for_a_fork_server_that_is_stopped(make_rig):
+    rig = make_rig(num_actors=2)
+    os.kill(multiprocessing.forkserver._forkserver._forkserver_pid, signal.SIGSTOP)
+    for actor in range(2):
+        os.kill(rig.running(actor).pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(rig.actors.close).result(DEADLINE)
+    assert [process for _, process in rig.processes if process.is_alive()] == []
+
+
 def test_an_actor_that_waits_for_buffers_is_not_silent(make_rig):
     rig = make_rig(num_actors=2, stall_timeout_s=0.2)
     wait_until(lambda: rig.actors.num_full() == rig.flags.num_buffers)
-    wait_until(lambda: rig.actors.silences() == [])
+    wait_until(lambda: [s for s in rig.actors.silences() if s[0].startswith("actor ")] == [])
     time.sleep(3 * 5 * 0.2)  # longer than one may be silent
     assert rig.actors.num_restarts == 0

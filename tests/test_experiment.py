@@ -222,17 +222,31 @@ def test_best_is_for_tests_alone_and_brings_its_own_flags(tmp_path):
         parse(tmp_path, "--xpid run --best")
 
 
-def test_no_checkpoint_is_written_while_the_last_update_was_bad(tmp_path, caplog):
+def test_one_skipped_update_costs_no_checkpoint_unless_the_weights_are_broken(tmp_path):
+    flags = parse(tmp_path, "--xpid run")
+    agent = Agent(flags, 2)
+    agent.stats["skipped_in_a_row"] = 1
+    with Experiment(flags, 0) as run:
+        run.save_checkpoint(*agent.parts())
+    assert experiment.load_checkpoint(flags)["step"] == agent.stats["step"]
+    with torch.no_grad():
+        next(agent.model.parameters()).view(-1)[0] = torch.nan
+    with pytest.raises(FlagError, match="no checkpoint was written"):
+        with Experiment(flags, 0) as run:
+            run.save_checkpoint(*agent.parts())
+
+
+def test_no_checkpoint_is_written_while_the_last_updates_were_bad(tmp_path, caplog):
     flags = parse(tmp_path, "--xpid run --checkpoint_interval_s 0")
     agent = Agent(flags, 2)
     with pytest.raises(FlagError, match="no checkpoint was written at step 300"):
         with Experiment(flags, 0) as run:
             run.save_checkpoint(*agent.parts())
             agent.learn()
-            agent.stats["skipped_in_a_row"] = 1
+            agent.stats["skipped_in_a_row"] = 3
             run.save_checkpoint(*agent.parts())
             assert run.checkpoint_is_due(within=1)  # and so it is tried again at once
-    assert "the last update was bad" in caplog.text
+    assert "the last 3 updates were not finite" in caplog.text
     assert experiment.load_checkpoint(flags)["step"] == 200
     with Experiment(flags, 200) as run:
         run.save_checkpoint(*agent.parts())

@@ -83,6 +83,7 @@ def test_an_environment_fails_as_it_is_told_to(benchmarks, monkeypatch):
     monkeypatch.setattr(polybeast_env, "create_environments", None)
     from faulty.environment import create_environments
 
+    import atari_wrappers
     from environment import EnvError
 
     flags = polybeast_env.parser.parse_args([])
@@ -94,8 +95,13 @@ def test_an_environment_fails_as_it_is_told_to(benchmarks, monkeypatch):
             ("dtype", r"float32\[4, 84, 84\]"),
         ]
     ):
+        # Not polybeast_env.create_env, which other tests replace in this process.
         environments = create_environments(
-            polybeast_env.create_env, flags, 2, 1, "127.0.0.1:9 for somebody"
+            lambda flags: atari_wrappers.create_atari(flags, None),
+            flags,
+            2,
+            1,
+            "127.0.0.1:9 for somebody",
         )
         environments.initial()
         actions = torch.zeros(2, dtype=torch.int64).numpy()

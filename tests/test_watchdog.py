@@ -62,9 +62,11 @@ def test_a_silent_thread_is_told_with_its_stack_and_again_when_it_has_doubled(wa
 
 
 def test_a_thread_that_says_something_now_and_then_is_not_told(watch, caplog):
-    watchdog = watch(60)
-    for item in watchdog.follow(range(3), "waits", "works"):
-        assert item in range(3)
+    looked = threading.Semaphore(0)
+    watchdog = watch(1, lambda: looked.release() or [])
+    for item in watchdog.follow(range(9), "waits", "works"):
+        assert item in range(9)
+        assert looked.acquire(timeout=60)  # a quarter of what would be too long
     watchdog.close()
     assert messages(caplog, "silent") == []
 
