@@ -18,6 +18,7 @@ import traceback
 # Times --stall_timeout_s: an actor, or an environment server, that is silent for so long is killed,
 # upon which another one takes its place.
 PATIENCE = 5
+STDERR = 2  # also where sys.stderr is something else
 
 
 class Watchdog:
@@ -57,7 +58,7 @@ class Watchdog:
     def _watch(self):
         while not self._stop.wait(min(self._timeout_s / 4, 5)):
             # For when not even this thread can run, since another keeps the interpreter to itself.
-            faulthandler.dump_traceback_later(2 * self._timeout_s)
+            faulthandler.dump_traceback_later(2 * self._timeout_s, file=STDERR)
             now, frames = time.monotonic(), sys._current_frames()
             for thread, (name, what, since) in list(self._beats.items()):
                 if thread in frames and self._is_news(name, now - since):
@@ -107,4 +108,4 @@ def print_stacks_on_signal(other_processes=list):
     faulthandler.unregister(signal.SIGUSR1)  # else to register again would do nothing
     signal.signal(signal.SIGUSR1, pass_on)
     # Comes first, and without the interpreter, which may be what hangs.
-    faulthandler.register(signal.SIGUSR1, chain=True)
+    faulthandler.register(signal.SIGUSR1, file=STDERR, chain=True)

@@ -136,14 +136,12 @@ def test_a_checkpoint_with_code_in_it_is_refused_and_the_code_does_not_run(tmp_p
     assert (tmp_path / "evil").exists()
 
 
-def test_a_best_checkpoint_with_code_in_it_is_refused_before_training_goes_on(tmp_path):
+def test_a_best_checkpoint_that_cannot_be_read_is_told_and_training_goes_on(tmp_path, caplog):
     save(tmp_path)
     torch.save(Evil(tmp_path / "evil"), tmp_path / "run" / "best.tar")
-    with (
-        pytest.raises(FlagError, match=r"best.tar: .* holds code"),
-        Experiment(parse(tmp_path), 200),
-    ):
+    with Experiment(parse(tmp_path), 200):
         pass
+    assert re.search(r"best.tar: .* holds code", caplog.text)
     assert not (tmp_path / "evil").exists()
 
 
