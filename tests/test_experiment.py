@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import random
+import re
 import signal
 import struct
 import subprocess
