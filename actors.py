@@ -19,8 +19,7 @@ import threading
 import time
 from collections import deque
 
-from experiment import STOP_SIGNALS
-from watchdog import PATIENCE, print_stacks_on_signal
+from watchdog import PATIENCE, STOP_SIGNALS, print_stacks_on_signal
 
 # So many deaths of one actor end the run, if it never gave so many rollouts (of each of its
 # environments) in between: then it is not bad luck.

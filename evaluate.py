@@ -8,8 +8,9 @@ import sys
 import numpy as np
 import torch
 
+import checkpoint
+from checkpoint import BEST, NEWEST, FlagError, run_path
 from environment import Environments, map_nest
-from experiment import BEST, NEWEST, FlagError, load_checkpoint, restore_weights, run_path
 
 
 def test(flags, create_env, Net):
@@ -18,8 +19,8 @@ def test(flags, create_env, Net):
     Args:
       create_env, Net: the program's function and class.
     """
-    checkpoint = load_checkpoint(flags, BEST if flags.best else NEWEST)
-    if checkpoint is None:
+    saved = checkpoint.load(flags, BEST if flags.best else NEWEST)
+    if saved is None:
         hint = "; a best one comes after the first game" if flags.best else ""
         raise FlagError(f"there is no checkpoint in {run_path(flags)}; name a run by --xpid{hint}")
     if flags.num_episodes < 1:
@@ -37,10 +38,10 @@ def test(flags, create_env, Net):
     try:
         torch.manual_seed(np.random.SeedSequence(seed).generate_state(1)[0].item())
         model = Net(environments.observation_space, environments.num_actions, flags.use_lstm)
-        restore_weights(model, checkpoint, flags)
+        checkpoint.restore_weights(model, saved, flags)
         model.train(not flags.greedy)  # in training mode it samples, else it takes the best
         how = "greedy" if flags.greedy else "sampling"
-        print(f"{run_path(flags)} at step {checkpoint['step']:,}, {flags.env}, {how}")
+        print(f"{run_path(flags)} at step {saved['step']:,}, {flags.env}, {how}")
         returns = []
         for episode_return, episode_step in play(environments, model, flags.num_episodes):
             returns.append(episode_return)

@@ -26,7 +26,6 @@ import os
 import pathlib
 import platform
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -39,21 +38,12 @@ import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+import checkpoint
+from checkpoint import BEST, CALL_FLAGS, NEWEST, FlagError, run_path
+from watchdog import STOP_SIGNALS
 from whole_files import CSVFile, EventFile, LogHandler, replace_file
 
-# Of this call alone, never taken over from a checkpoint.
-_CALL_FLAGS = (
-    *("mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "num_buffers"),
-    *("pipes_basename", "write_profiler_trace", "autotune", "best"),
-    # Nor shall a checkpoint that came from elsewhere choose which secret is sent to its servers.
-    *("auth_token_file", "tls_cert", "tls_key", "tls_ca"),
-)
-NEWEST, BEST = "model.tar", "best.tar"
 MAX_SKIPPED = 10  # updates in a row that are not finite
-
-
-class FlagError(ValueError):
-    """Flags that contradict each other or the machine; the message says what to change."""
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -80,10 +70,10 @@ def parse_flags(parser, argv=None):
         flags.xpid = run_path(flags).resolve().name
     if flags.best and flags.mode == "train":
         raise FlagError("--best is for --mode test: training goes on with the newest checkpoint")
-    saved = load_checkpoint(flags, BEST if flags.best else NEWEST)
+    saved = checkpoint.load(flags, BEST if flags.best else NEWEST)
     if saved is None:
         return flags
-    known = {k: v for k, v in saved["flags"].items() if k in flags and k not in _CALL_FLAGS}
+    known = {k: v for k, v in saved["flags"].items() if k in flags and k not in CALL_FLAGS}
     xpid, flags = flags.xpid, parser.parse_args(argv, argparse.Namespace(**known))
     flags.xpid = xpid
     # Servers that were started elsewhere may have served anything.
@@ -104,104 +94,6 @@ def command_words(parser, flags):
             option = action.option_strings[0]
             words.append(option if action.nargs == 0 else f"{option}={value}")
     return words
-
-
-def run_path(flags):
-    return pathlib.Path(flags.savedir).expanduser() / flags.xpid
-
-
-def load_checkpoint(flags, name=NEWEST):
-    """Return a checkpoint of the run as a dict, its tensors on the CPU; None if it has none.
-
-    Only tensors and plain values are read: a file that holds code is refused, and does not run it.
-    """
-    path = run_path(flags) / name
-    if not path.exists():
-        return None
-    advice = "move it away or choose another --xpid"
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        code = re.search(r"GLOBAL (\S+)|whose module (\S+) is blocked", str(error))
-        if code:
-            raise FlagError(
-                f"cannot read the checkpoint {path}: it is none of ours, as it holds code, which "
-                f"was not run ({code[1] or code[2]}); {advice}"
-            ) from None
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise FlagError(
-            f"cannot read the checkpoint {path}: it is damaged, or none at all ({reason}); {advice}"
-        ) from error
-    wanted = {"model_state_dict", "optimizer_state_dict", "scheduler_state_dict", "step", "stats"}
-    wanted |= {"random_states", "flags"}
-    if not isinstance(checkpoint, dict) or not wanted <= checkpoint.keys():
-        lacks = sorted(wanted - checkpoint.keys()) if isinstance(checkpoint, dict) else "all"
-        raise FlagError(f"cannot use the checkpoint {path}: it lacks {lacks}; {advice}")
-    program = checkpoint["flags"].get("program", flags.program)
-    if program != flags.program:
-        raise FlagError(
-            f"the checkpoint {path} is of {program}, but this is {flags.program}: run {program}, "
-            "or choose another --xpid"
-        )
-    return checkpoint
-
-
-def restore_weights(model, checkpoint, flags):
-    """Load a checkpoint's weights, or say in what they and the flags of then differ from these."""
-    saved, own = checkpoint["model_state_dict"], model.state_dict()
-    shapes = {
-        name: [str(list(d[name].shape)) if name in d else "missing" for d in (saved, own)]
-        for name in own | saved
-    }
-    lines = [
-        f"{name}: {a} in the checkpoint, {b} in the net"
-        for name, (a, b) in shapes.items()
-        if a != b
-    ]
-    if not lines:
-        model.load_state_dict(saved)
-        return
-    if len(lines) > 10:
-        lines[10:] = [f"and {len(lines) - 10} more"]
-    differing = [
-        f"--{key} was {checkpoint['flags'][key]!r}, is {value!r}"
-        for key, value in sorted(vars(flags).items())
-        if key in checkpoint["flags"].keys() - _CALL_FLAGS and checkpoint["flags"][key] != value
-    ]
-    raise FlagError(
-        f"the checkpoint in {run_path(flags)}, a {checkpoint.get('net', 'net')} of "
-        f"{checkpoint['flags']['env']}, does not fit this {type(model).__name__} of {flags.env} "
-        f"({'; '.join(differing) or 'the environment or the code of Net has changed'}); undo that "
-        "or choose another --xpid\n  " + "\n  ".join(lines)
-    )
-
-
-def resume(flags, model, optimizer, scheduler, stats):
-    """Restore everything from the run's checkpoint, if there is one; `stats` in place.
-
-    What the flags say of the optimizer, then or now, holds from here on.
-    """
-    checkpoint = load_checkpoint(flags)
-    if checkpoint is None:
-        return
-    restore_weights(model, checkpoint, flags)
-    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
-    base_lrs = scheduler.base_lrs
-    scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
-    scheduler.base_lrs = base_lrs
-    stats.update(checkpoint["stats"])
-    if stats["step"] >= flags.total_steps:
-        raise FlagError(
-            f"{run_path(flags)} has done its {stats['step']:,} steps: raise --total_steps "
-            f"({flags.total_steps:,}) to go on, or choose another --xpid"
-        )
-    for group, new, base_lr, schedule in zip(
-        optimizer.param_groups, settings, base_lrs, scheduler.lr_lambdas, strict=True
-    ):
-        group.update(new, lr=base_lr * schedule(scheduler.last_epoch))
-    restore_random_states(checkpoint["random_states"])
-    logging.info("Resuming at step %s", f"{stats['step']:,}")
 
 
 def is_good(figures):
@@ -287,7 +179,7 @@ class Experiment:
     def start_logs(self, step):
         """Open logs.csv and the event file; what they hold beyond `step` is dropped."""
         try:
-            best = load_checkpoint(self._flags, BEST)
+            best = checkpoint.load(self._flags, BEST)
         except FlagError as error:  # which costs only the comparison with it
             logging.warning("%s", error)
             best = None
@@ -356,6 +248,7 @@ class Experiment:
         """
         if self._flags.disable_checkpoint:
             return
+        start = time.monotonic()
         with lock:
             step, merit, buffer = stats["step"], _merit(stats), io.BytesIO()
             weights = model.state_dict().values()
@@ -367,18 +260,7 @@ class Experiment:
                 )
                 logging.warning("%s", self._lost)
                 return
-            checkpoint = {
-                "model_state_dict": model.state_dict(),
-                "optimizer_state_dict": optimizer.state_dict(),
-                "scheduler_state_dict": scheduler.state_dict(),
-                "step": step,
-                "stats": stats,
-                "random_states": random_states(),
-                "flags": vars(self._flags),
-                "net": type(model).__name__,
-            }
-            torch.save(checkpoint, buffer)
-            self._save_time = time.monotonic() + self._flags.checkpoint_interval_s
+            torch.save(checkpoint.pack(self._flags, model, optimizer, scheduler, stats), buffer)
         self._lost = ""
         # The best one first: it must not be worse than the newest, whenever this is killed.
         for name in (BEST, NEWEST) if merit > self._merit else (NEWEST,):
@@ -397,6 +279,8 @@ class Experiment:
                 if name == BEST:
                     self._merit = merit
                 logging.info("Saved %s at step %s", self.path / name, f"{step:,}")
+        # Until the next one is on the disk, not only begun, shall the interval last.
+        self._save_time = 2 * start - time.monotonic() + self._flags.checkpoint_interval_s
 
     def check_update(self, figures, stats, batch, origin):
         """Count an update that was skipped since it is not good, and tell where its batch is from.
@@ -462,7 +346,6 @@ def start_profiler(folder):
     return profiler
 
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOG_FORMAT = "[%(levelname)s %(asctime)s %(process)d] %(message)s"
 
 
@@ -541,26 +424,6 @@ def seed_generators(seed):
     random.seed(int(words[0]))
     np.random.seed(words[1])
     torch.manual_seed(int(words[2]))
-
-
-def random_states():
-    """Return the states of all generators of this process, made of what weights_only loads."""
-    numpy_state = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
-        "python": random.getstate(),
-    }
-
-
-def restore_random_states(states):
-    torch.set_rng_state(states["torch"])
-    if torch.cuda.is_initialized() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
-    np.random.set_state(tuple(states["numpy"]))
-    version, state, gauss = states["python"]
-    random.setstate((version, tuple(state), gauss))
 
 
 def _link_latest(path):

@@ -40,6 +40,7 @@ from torch import nn
 
 import atari_wrappers
 import autotune
+import checkpoint
 import evaluate
 import experiment
 import vtrace
@@ -611,7 +612,7 @@ def train(flags):
         experiment.stop_on_signals(stop) as signals,
     ):
         logging.info("Flags:\n%s", pprint.pformat(vars(flags)))
-        experiment.resume(flags, model, optimizer, scheduler, stats)
+        checkpoint.resume(flags, model, optimizer, scheduler, stats)
         first_step = stats["step"]
         run_folder.start_logs(first_step)
         weights.publish(model)

@@ -38,6 +38,7 @@ from torch import nn
 
 import atari_wrappers
 import autotune
+import checkpoint
 import credentials
 import evaluate
 import experiment
@@ -648,7 +649,7 @@ def train_on(flags, addresses, process):
         experiment.stop_on_signals(stop) as signals,
     ):
         logging.info("Flags:\n%s", pprint.pformat(vars(flags)))
-        experiment.resume(flags, model, optimizer, scheduler, stats)
+        checkpoint.resume(flags, model, optimizer, scheduler, stats)
         first_step = stats["step"]
         run_folder.start_logs(first_step)
         weights = PublishedWeights(model)

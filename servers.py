@@ -28,9 +28,8 @@ import credentials
 import libtorchbeast
 from environment import EnvError, space_from_dict
 from libtorchbeast.access import is_local
-from watchdog import PATIENCE, Watchdog, print_stacks_on_signal
+from watchdog import PATIENCE, STOP_SIGNALS, Watchdog, print_stacks_on_signal
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)  # which a process is not ready for at once
 FIRST_PAUSE, LONGEST_PAUSE = 1, 30  # seconds before a dead server is started anew
 GRACE = 5  # seconds in which servers end by themselves

@@ -18,6 +18,7 @@ import traceback
 # Times --stall_timeout_s: an actor, or an environment server, that is silent for so long is killed,
 # upon which another one takes its place.
 PATIENCE = 5
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STDERR = 2  # also where sys.stderr is something else
 
 

@@ -22,7 +22,7 @@ import numpy as np
 FIELDS = ["seconds", "kind", "pid", "resident_mb", "pss_mb", "own_mb", "descriptors", "threads"]
 WARM_UP = 60  # seconds in which a process may grow
 # By how much a process may have grown at the end of the second half, going by the slope.
-LIMITS = {"own_mb": 16, "descriptors": 4, "threads": 4}
+LIMITS = {"own_mb": 8, "resident_mb": 8, "descriptors": 2, "threads": 2}
 
 
 def read_process(pid):
@@ -98,8 +98,9 @@ def slope(rows, kind, field):
 def judge(rows):
     """Print the figures of each kind of process; return what grows, as texts."""
     half = (rows[-1]["seconds"] - rows[0]["seconds"]) / 2 / 3600  # hours
-    print("| process | number | own MB, median | most | MB an hour | descriptors, median | most |"
-          " an hour | threads, median | most | an hour |\n|" + "---|" * 11)  # fmt: skip
+    print("| process | number | own MB, median | most | MB an hour | resident MB, median | most |"
+          " MB an hour | descriptors, median | most |"
+          " an hour | threads, median | most | an hour |\n|" + "---|" * 14)  # fmt: skip
     failures = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         cells = [kind, str(len(series(rows, kind, "own_mb")))]
@@ -121,14 +122,15 @@ def draw(rows, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, all_axes = plt.subplots(3, figsize=(8, 8), sharex=True, layout="constrained")
+    figure, all_axes = plt.subplots(len(LIMITS), figsize=(8, 8), sharex=True, layout="constrained")
+    titles = {"own_mb": "memory of its own, MB", "resident_mb": "resident memory, MB"}
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     for axes, field in zip(all_axes, LIMITS, strict=True):
         for number, kind in enumerate(kinds):
             for i, (times, values) in enumerate(series(rows, kind, field)):
                 label = kind if i == 0 else None
                 axes.plot(times / 60, values, color=f"C{number}", linewidth=0.8, label=label)
-        axes.set_ylabel({"own_mb": "memory of its own, MB"}.get(field, field))
+        axes.set_ylabel(titles.get(field, field))
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     all_axes[0].legend()

@@ -190,13 +190,13 @@ class Campaign:
                 checkpoint = load(path)
                 step = checkpoint["step"]
                 self.saved = {"step": step, "weights": digest(checkpoint["model_state_dict"])}
+                self.saved["time"] = checkpoint["time"]
                 self.check(step >= (before["step"] if before else 0), f"{before} became {step}")
                 self.check_best(checkpoint)
         except Exception as error:
             self.check(False, f"unreadable checkpoint: {error!r}")
         if began:
-            written = path.stat().st_mtime if path.exists() else 0
-            seconds = killed - max(written, began)
+            seconds = killed - max(self.saved["time"] if self.saved else 0, began)
             self.lost_seconds.append(seconds)
             self.lost_steps.append(max(0, self.last_step - (self.saved or {"step": 0})["step"]))
             self.check(seconds <= INTERVAL, f"{seconds:.2f} s of training were lost")

@@ -18,6 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 from catch_env import Catch, Counter, Echo, Failing, create_env  # noqa: F401 - tests use them
 
+import actors
 import experiment
 import monobeast
 
@@ -66,6 +67,7 @@ monobeast.create_env = create_env
 monobeast.Net = Net
 monobeast.act = act
 monobeast.LOG_INTERVAL = 0.5
+actors.PAUSES = (0, 0.1, 0.2, 0.3)
 
 if __name__ == "__main__":
     experiment.start_logging()

@@ -21,6 +21,7 @@ import pytest
 import torch
 from tensorboard.compat.proto.event_pb2 import Event
 
+import checkpoint
 import experiment
 import timing
 import whole_files
@@ -95,7 +96,7 @@ def test_a_checkpoint_brings_everything_back(tmp_path):
     saved = save(tmp_path)
     flags = parse(tmp_path)
     agent = Agent(flags)
-    experiment.resume(flags, *agent.parts()[1:])
+    checkpoint.resume(flags, *agent.parts()[1:])
     assert agent.stats == saved.stats
     assert agent.stats == {"step": 200, "episode_returns": [], "game_returns": []}
     for key in ("model", "optimizer", "scheduler"):
@@ -202,13 +203,13 @@ def test_the_best_checkpoint_is_that_of_the_highest_mean_return_also_after_resum
         before = (tmp_path / "run" / "best.tar").read_bytes()
     flags = parse(tmp_path)
     agent = Agent(flags)
-    experiment.resume(flags, *agent.parts()[1:])
+    checkpoint.resume(flags, *agent.parts()[1:])
     with Experiment(flags, 500) as run:
         play_and_save(run, agent, [0.0])
         assert (tmp_path / "run" / "best.tar").read_bytes() == before
         play_and_save(run, agent, [1.0] * 99)
         assert best_step(tmp_path) == 700
-    assert experiment.load_checkpoint(flags)["step"] == 700
+    assert checkpoint.load(flags)["step"] == 700
 
 
 def test_best_is_for_tests_alone_and_brings_its_own_flags(tmp_path):
@@ -227,7 +228,7 @@ def test_one_skipped_update_costs_no_checkpoint_unless_the_weights_are_broken(tm
     agent.stats["skipped_in_a_row"] = 1
     with Experiment(flags, 0) as run:
         run.save_checkpoint(*agent.parts())
-    assert experiment.load_checkpoint(flags)["step"] == agent.stats["step"]
+    assert checkpoint.load(flags)["step"] == agent.stats["step"]
     with torch.no_grad():
         next(agent.model.parameters()).view(-1)[0] = torch.nan
     with pytest.raises(FlagError, match="no checkpoint was written"):
@@ -246,12 +247,12 @@ def test_no_checkpoint_is_written_while_the_last_updates_were_bad(tmp_path, capl
             run.save_checkpoint(*agent.parts())
             assert run.checkpoint_is_due(within=1)  # and so it is tried again at once
     assert "the last 3 updates were not finite" in caplog.text
-    assert experiment.load_checkpoint(flags)["step"] == 200
+    assert checkpoint.load(flags)["step"] == 200
     with Experiment(flags, 200) as run:
         run.save_checkpoint(*agent.parts())
         agent.stats["skipped_in_a_row"] = 0
         run.save_checkpoint(*agent.parts())
-    assert experiment.load_checkpoint(flags)["step"] == 300
+    assert checkpoint.load(flags)["step"] == 300
 
 
 def test_the_lock_is_free_while_the_disk_is_waited_for(tmp_path):
@@ -291,7 +292,7 @@ def test_what_a_process_that_was_killed_had_begun_to_write_is_removed(tmp_path):
 def test_no_checkpoint_is_written_where_none_is_wanted(tmp_path):
     save(tmp_path, parse(tmp_path, "--xpid run --disable_checkpoint"))
     assert not (tmp_path / "run" / "model.tar").exists()
-    assert experiment.load_checkpoint(parse(tmp_path)) is None
+    assert checkpoint.load(parse(tmp_path)) is None
 
 
 def test_random_states_are_restored():
@@ -300,10 +301,10 @@ def test_random_states_are_restored():
 
     experiment.seed_generators([1, 2])
     np.random.normal()  # now NumPy holds the second one of a pair back
-    states = experiment.random_states()
+    states = checkpoint.random_states()
     first = draw()
     assert draw() != first
-    experiment.restore_random_states(states)
+    checkpoint.restore_random_states(states)
     assert draw() == first
 
 
@@ -322,7 +323,7 @@ def test_weights_that_do_not_fit_are_refused_with_names_shapes_and_the_flags_tha
     save(tmp_path)
     flags = parse(tmp_path, "--xpid run --use_lstm --frame_skip 2")
     with pytest.raises(FlagError) as error:
-        experiment.resume(flags, *Agent(flags, size=4).parts()[1:])
+        checkpoint.resume(flags, *Agent(flags, size=4).parts()[1:])
     for text in (
         "--use_lstm was False, is True",
         "--frame_skip was 4, is 2",
@@ -333,11 +334,11 @@ def test_weights_that_do_not_fit_are_refused_with_names_shapes_and_the_flags_tha
     assert "--xpid was" not in str(error.value) and "bias" not in str(error.value)
     flags = parse(tmp_path)
     with pytest.raises(FlagError, match="the code of Net has changed"):
-        experiment.resume(flags, *Agent(flags, size=4).parts()[1:])
+        checkpoint.resume(flags, *Agent(flags, size=4).parts()[1:])
     agent = Agent(flags)
     agent.model = torch.nn.Bilinear(2, 3, 1, bias=False)
     with pytest.raises(FlagError) as error:
-        experiment.resume(flags, *agent.parts()[1:])
+        checkpoint.resume(flags, *agent.parts()[1:])
     assert "does not fit this Bilinear" in str(error.value)
     assert "bias: [1] in the checkpoint, missing in the net" in str(error.value)
 
@@ -346,9 +347,9 @@ def test_a_finished_run_says_what_to_raise(tmp_path):
     save(tmp_path, steps=10)
     flags = parse(tmp_path)
     with pytest.raises(FlagError, match=r"has done its 1,000 steps: raise --total_steps \(1,000\)"):
-        experiment.resume(flags, *Agent(flags).parts()[1:])
+        checkpoint.resume(flags, *Agent(flags).parts()[1:])
     flags = parse(tmp_path, "--xpid run --total_steps 1001")
-    experiment.resume(flags, *Agent(flags).parts()[1:])
+    checkpoint.resume(flags, *Agent(flags).parts()[1:])
 
 
 # ---------------------------------------------------------------------------------------- flags
@@ -366,9 +367,9 @@ def test_flags_come_from_the_checkpoint_unless_given(tmp_path):
 def test_mode_savedir_and_the_disabling_flags_are_of_the_call_alone(tmp_path):
     save(tmp_path)
     path = tmp_path / "run" / "model.tar"
-    checkpoint = torch.load(path, weights_only=True)
-    checkpoint["flags"] |= {"disable_cuda": True, "disable_checkpoint": True, "savedir": "/gone"}
-    torch.save(checkpoint, path)
+    saved = torch.load(path, weights_only=True)
+    saved["flags"] |= {"disable_cuda": True, "disable_checkpoint": True, "savedir": "/gone"}
+    torch.save(saved, path)
     flags = parse(tmp_path)
     assert not flags.disable_cuda and not flags.disable_checkpoint
     assert flags.savedir == str(tmp_path) and flags.mode == "train"
@@ -378,9 +379,9 @@ def test_mode_savedir_and_the_disabling_flags_are_of_the_call_alone(tmp_path):
 def test_flags_that_are_no_more_do_not_matter(tmp_path):
     save(tmp_path)
     path = tmp_path / "run" / "model.tar"
-    checkpoint = torch.load(path, weights_only=True)
-    checkpoint["flags"]["of_an_older_version"] = 3
-    torch.save(checkpoint, path)
+    saved = torch.load(path, weights_only=True)
+    saved["flags"]["of_an_older_version"] = 3
+    torch.save(saved, path)
     assert "of_an_older_version" not in parse(tmp_path)
 
 
@@ -526,7 +527,7 @@ def test_a_full_disk_tears_no_file_and_the_run_goes_on_and_tells(small_disk, cap
             run.log(step, {"loss": 1.0} | ({"new": 2.0} if step > 200 else {}), {})
         assert {name: (folder / name).read_bytes() for name in before} == before
         assert list(folder.glob("*.tmp")) == []
-        assert experiment.load_checkpoint(flags)["step"] == 300
+        assert checkpoint.load(flags)["step"] == 300
         names = ("logs.csv", "out.log", next(folder.glob("events*")).name)
         for name in names:
             text = f"Cannot write {folder / name} (No space left on device)"
@@ -548,7 +549,7 @@ def test_a_full_disk_tears_no_file_and_the_run_goes_on_and_tells(small_disk, cap
     assert last.step == 301 and len(events) < 150
     lines = (folder / "out.log").read_text().splitlines()
     assert all(line.startswith("[") for line in lines)
-    assert experiment.load_checkpoint(flags)["step"] == best_step(small_disk) == 500
+    assert checkpoint.load(flags)["step"] == best_step(small_disk) == 500
     assert json.loads((folder / "meta.json").read_text())["status"] == "ended"
 
 
@@ -567,7 +568,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error_that_says_what_is_
     filler.unlink()
     with Experiment(flags, 200) as run:
         run.save_checkpoint(*agent.parts())
-    assert experiment.load_checkpoint(flags)["step"] == 300
+    assert checkpoint.load(flags)["step"] == 300
 
 
 def test_no_run_starts_on_a_full_disk(small_disk):

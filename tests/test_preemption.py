@@ -33,7 +33,7 @@ def test_a_few_kills_at_random_moments_lose_nothing_that_was_saved(program):
     # It sees for itself that everything is as it should be.
     status, output = run(CAMPAIGN, "--kills 3 --program", program)
     assert status == 0, output
-    assert re.search(rf"\| {program} \| 3 \| 0 \+ 1 \+ 1|\| {program} \| 3 \|", output), output
+    assert f"| {program} | 3 | 1 + 1 + 1 |" in output, output
 
 
 @pytest.mark.parametrize("moment", ["Flags:", "Resuming at step", "Saved .*model.tar"])
