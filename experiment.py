@@ -6,6 +6,7 @@
     out.log     what was printed
     model.tar   the newest checkpoint
     events.*    the same figures as logs.csv, for TensorBoard
+    wandb/      the same for Weights & Biases, with --wandb
 
 `latest` beside the runs' folders is a link to the newest one.
 """
@@ -17,6 +18,7 @@ import ctypes
 import datetime
 import fcntl
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import math
@@ -71,11 +73,13 @@ def parse_flags(parser, argv=None):
             raise FlagError(f"there is no run in {flags.savedir} yet")
         flags.xpid = run_path(flags).resolve().name
     saved = load_checkpoint(flags)
-    if saved is None:
-        return flags
-    known = {k: v for k, v in saved["flags"].items() if k in flags and k not in _CALL_FLAGS}
-    xpid, flags = flags.xpid, parser.parse_args(argv, argparse.Namespace(**known))
-    flags.xpid = xpid
+    if saved is not None:
+        known = {k: v for k, v in saved["flags"].items() if k in flags and k not in _CALL_FLAGS}
+        xpid, flags = flags.xpid, parser.parse_args(argv, argparse.Namespace(**known))
+        flags.xpid = xpid
+    wants_wandb = flags.mode == "train" and getattr(flags, "wandb", False)
+    if wants_wandb and importlib.util.find_spec("wandb") is None:
+        raise FlagError("--wandb needs a package that is not installed: pip install wandb")
     return flags
 
 
@@ -183,7 +187,7 @@ class Experiment:
             earlier = json.loads((self.path / "meta.json").read_text())
             self._meta["earlier"] = earlier.pop("earlier", []) + [earlier]
         self._write_meta()
-        self._csv = self._events = self._ticks = None
+        self._csv = self._events = self._ticks = self._wandb = None
         self._bar = tqdm(
             total=flags.total_steps,
             # A narrower one would cut off the lag and the time left.
@@ -216,11 +220,15 @@ class Experiment:
         logging.getLogger().removeHandler(self._out)
         self._out.close()
         self._lock.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=int(error is not None))
 
     def start_logs(self, step):
         """Open logs.csv and the event file; what they hold beyond `step` is dropped."""
         self._csv = _CSV(self.path / "logs.csv", step)
         self._events = SummaryWriter(self.path, purge_step=step)
+        if getattr(self._flags, "wandb", False):
+            self._start_wandb(step)
         # Of the last minute or so, for the time left.
         self._ticks = deque([(time.monotonic(), step)], maxlen=12)
 
@@ -240,10 +248,13 @@ class Experiment:
             seconds = max(0, self._flags.total_steps - step) / lasting_rate
             left = str(datetime.timedelta(seconds=round(seconds)))
 
-        self._csv.write({"step": step, "steps_per_second": rate, **figures})
-        for key, value in {"steps_per_second": rate, **figures}.items():
-            if value is not None:
-                self._events.add_scalar(key, value, step)
+        figures = {"steps_per_second": rate, **figures}
+        self._csv.write({"step": step, **figures})
+        known = {key: value for key, value in figures.items() if value is not None}
+        for key, value in known.items():
+            self._events.add_scalar(key, value, step)
+        if self._wandb is not None:
+            self._wandb.log(known, step)
         frames = getattr(self._flags, "frame_skip", 1)  # a step
         line = " | ".join(
             [
@@ -280,6 +291,19 @@ class Experiment:
             os.fsync(file.fileno())
         path.with_suffix(".tmp").rename(path)
         logging.info("Saved %s at step %s", path, f"{stats['step']:,}")
+
+    def _start_wandb(self, step):
+        import wandb  # here, since few have it
+
+        # By its id a resumed run goes on there, too. W&B's environment variables say the rest.
+        earlier = self._meta.get("earlier", [{}])[-1] if step > 0 else {}
+        words = {"id": earlier.get("wandb"), "resume": "allow", "name": self._flags.xpid}
+        try:
+            self._wandb = wandb.init(dir=self.path, config=vars(self._flags), **words)
+        except wandb.Error as error:
+            raise FlagError(f"--wandb: {error} (WANDB_MODE=offline needs no login)") from error
+        self._meta["wandb"] = self._wandb.id
+        self._write_meta()
 
     def _write_out(self, level, message, error=None):
         """Write to out.log alone what the screen shows in another way."""

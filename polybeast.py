@@ -76,6 +76,8 @@ run.add_argument("--xpid", help="Name of the run; one that has a checkpoint is r
 run.add_argument("--savedir", default="~/logs/torchbeast", help="Folder of all runs.")
 run.add_argument("--seed", type=int, help="Seed of environments, model and action sampling. "
                  "By default a random one, which meta.json tells.")
+run.add_argument("--wandb", action="store_true",
+                 help="Log to Weights & Biases, too (pip install wandb).")
 run.add_argument("--disable_checkpoint", action="store_true", help="Save no checkpoint.")
 run.add_argument("--disable_cuda", action="store_true", help="Learn on the CPU.")
 run.add_argument("--precision", choices=["fp32", "bf16"],
