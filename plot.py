@@ -233,7 +233,7 @@ def collect(groups, figures, common):
     return {
         "x_axes": x_axes,
         "limits": limits,
-        "panels": {name: RETURNS.get(name, name) for name in panels},
+        "panels": {name: RETURNS[name] if name in returns else name for name in panels},
         "main": returns[0] if returns and returns[0] in panels else None,
         "curves": curves,
     }

@@ -149,7 +149,7 @@ def test_what_is_not_a_number_is_left_out(tmp_path, capsys):
     rows = [r | {"kl": v, "word": "good"} for r, v in zip(ROWS, values, strict=True)]
     kl = curves(tmp_path, write_run(tmp_path / "run", rows=rows))["Pong"]
     assert "word" not in kl and "column word is left out" in capsys.readouterr().out
-    assert kl["kl"]["steps"]["start"] == 2000 and max(kl["kl"]["steps"]["mean"]) == 2.5
+    assert kl["kl"]["steps"]["start"] == 2000 and 2.4 < max(kl["kl"]["steps"]["mean"]) <= 2.5
 
 
 def test_what_a_run_writes_can_be_drawn(tmp_path):
@@ -223,7 +223,7 @@ def test_the_figures_below_can_be_chosen(tmp_path):
     run_folder = write_run(tmp_path / "run", rows=[r | {"kl": 1} for r in ROWS])
     _, data = draw_page(tmp_path, run_folder, "--figures", "kl")
     assert list(data["panels"]) == ["mean_game_return", "kl"]
-    with pytest.raises(PlotError, match="no run has ess, but there are .*entropy, kl"):
+    with pytest.raises(PlotError, match="no run has ess, but there are kl, mean_game_return"):
         draw_page(tmp_path, run_folder, "--figures", "kl,ess")
     with pytest.raises(PlotError, match="--x is minutes; it must be some of steps,frames,hours"):
         draw_page(tmp_path, run_folder, "--x", "minutes")
