@@ -86,7 +86,7 @@ def read_run(word, notes):
         meta = dict(json.loads(meta_path.read_text()))
     except FileNotFoundError:
         meta = {}
-        notes.append(f"{meta_path} is missing: {name} counts as a run of its own, 4 frames a step")
+        notes.append(f"{meta_path} is missing: {name} has no flags, and 4 frames a step")
     except (OSError, ValueError, TypeError) as error:
         raise PlotError(f"cannot read {meta_path} ({error}): mend it or move it away") from error
     flags = meta.get("flags", {"frame_skip": 4})
@@ -358,6 +358,7 @@ def describe_runs(groups):
 
 def describe_flags(groups):
     """Return a table of the flags in which curves differ, and a folded one of all others."""
+    groups = {label: members for label, members in groups.items() if members[0].meta}
     flags = [[run.meta.get("flags", {}) for run in members] for members in groups.values()]
     names = dict.fromkeys(name for members in flags for run in members for name in run)
     differ, same = [], []
