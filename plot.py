@@ -377,16 +377,16 @@ def describe_flags(groups):
 
 # fmt: off
 parser = argparse.ArgumentParser(
-    description="Draw the learning curves of runs: a picture and a web page.", allow_abbrev=False,
-    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    description="Draw the learning curves of runs: a picture and a web page.", allow_abbrev=False)
 parser.add_argument("runs", nargs="+", metavar="RUN",
                     help="Folder of a run, its logs.csv, or a copy NAME.csv beside NAME.json, that "
                     "of meta.json. LABEL=RUN names its curve; equal labels make one curve.")
 parser.add_argument("--out", default="curves",
-                    help="Where to write: NAME.png (or .pdf, .svg), NAME.html, or NAME for both.")
+                    help="Where to write: NAME.png (or .pdf, .svg), NAME.html, or NAME for both. "
+                    "By default %(default)s.")
 parser.add_argument("--x", default="steps,frames,hours",
                     help="What the picture shows the return against, one panel each; all else is "
-                    "against the first. The page has a switch.")
+                    "against the first. By default %(default)s. The page has a switch.")
 parser.add_argument("--figures", help="Columns of the logs to draw below, separated by commas; '' "
                     "for the return alone. By default all that hold numbers.")
 parser.add_argument("--common", action="store_true",
