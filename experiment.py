@@ -7,6 +7,7 @@
     model.tar   the newest checkpoint
     best.tar    that with the highest mean return of the last 100 games
     events.*    the same figures as logs.csv, for TensorBoard
+    wandb/      the same for Weights & Biases, with --wandb
 
 `latest` beside the runs' folders is a link to the newest one. None of them is ever torn, and a full
 disk does not end a run: the log tells what is missing, whole_files.py sees to it.
@@ -18,6 +19,7 @@ import ctypes
 import datetime
 import fcntl
 import importlib.metadata
+import importlib.util
 import io
 import json
 import logging
@@ -71,17 +73,19 @@ def parse_flags(parser, argv=None):
     if flags.best and flags.mode == "train":
         raise FlagError("--best is for --mode test: training goes on with the newest checkpoint")
     saved = checkpoint.load(flags, BEST if flags.best else NEWEST)
-    if saved is None:
-        return flags
-    known = {k: v for k, v in saved["flags"].items() if k in flags and k not in CALL_FLAGS}
-    xpid, flags = flags.xpid, parser.parse_args(argv, argparse.Namespace(**known))
-    flags.xpid = xpid
-    # Servers that were started elsewhere may have served anything.
-    if flags.env != saved["flags"]["env"] and not saved["flags"].get("server_addresses"):
-        raise FlagError(
-            f"--env is {flags.env}, but the checkpoint in {run_path(flags)} is of "
-            f"{saved['flags']['env']}: leave --env out, or choose another --xpid"
-        )
+    if saved is not None:
+        known = {k: v for k, v in saved["flags"].items() if k in flags and k not in CALL_FLAGS}
+        xpid, flags = flags.xpid, parser.parse_args(argv, argparse.Namespace(**known))
+        flags.xpid = xpid
+        # Servers that were started elsewhere may have served anything.
+        if flags.env != saved["flags"]["env"] and not saved["flags"].get("server_addresses"):
+            raise FlagError(
+                f"--env is {flags.env}, but the checkpoint in {run_path(flags)} is of "
+                f"{saved['flags']['env']}: leave --env out, or choose another --xpid"
+            )
+    wants_wandb = flags.mode == "train" and getattr(flags, "wandb", False)
+    if wants_wandb and importlib.util.find_spec("wandb") is None:
+        raise FlagError("--wandb needs a package that is not installed: pip install wandb")
     return flags
 
 
@@ -135,7 +139,7 @@ class Experiment:
             raise FlagError(f"cannot use --savedir {flags.savedir}: {error}") from error
         _link_latest(self.path)
         logging.getLogger().addHandler(self._out)
-        self._csv = self._events = self._ticks = None
+        self._csv = self._events = self._ticks = self._wandb = None
         self._bar = tqdm(
             total=flags.total_steps,
             # A narrower one would cut off the lag and the time left.
@@ -173,6 +177,8 @@ class Experiment:
         logging.getLogger().removeHandler(self._out)
         self._out.close()
         self._lock.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=int(error is not None))
         if error is None and self._lost:
             raise FlagError(self._lost)
 
@@ -194,6 +200,8 @@ class Experiment:
             self._events = EventFile(self.path, step)
         except OSError as error:
             raise FlagError(f"cannot use --savedir {self._flags.savedir}: {error}") from error
+        if getattr(self._flags, "wandb", False):
+            self._start_wandb(step)
         # Of the last minute or so, for the time left.
         self._ticks = deque([(time.monotonic(), step)], maxlen=12)
 
@@ -215,7 +223,10 @@ class Experiment:
 
         figures = {"steps_per_second": rate, **figures}
         self._csv.write({"step": step, **figures})
-        self._events.write(step, {k: value for k, value in figures.items() if value is not None})
+        known = {key: value for key, value in figures.items() if value is not None}
+        self._events.write(step, known)
+        if self._wandb is not None:
+            self._wandb.log(known, step)
         frames = getattr(self._flags, "frame_skip", 1)  # a step
         line = " | ".join(
             [
@@ -318,6 +329,19 @@ class Experiment:
                 f"batch {where}, of {origin}; the checkpoint is from before. Look at the "
                 "rewards and frames in it, and try a lower --learning_rate"
             )
+
+    def _start_wandb(self, step):
+        import wandb  # here, since few have it
+
+        # By its id a resumed run goes on there, too. W&B's environment variables say the rest.
+        earlier = self._meta.get("earlier", [{}])[-1] if step > 0 else {}
+        words = {"id": earlier.get("wandb"), "resume": "allow", "name": self._flags.xpid}
+        try:
+            self._wandb = wandb.init(dir=self.path, config=vars(self._flags), **words)
+        except wandb.Error as error:
+            raise FlagError(f"--wandb: {error} (WANDB_MODE=offline needs no login)") from error
+        self._meta["wandb"] = self._wandb.id
+        self._write_meta()
 
     def _write_out(self, level, message, error=None):
         """Write to out.log alone what the screen shows in another way."""

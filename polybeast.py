@@ -78,6 +78,8 @@ run.add_argument("--seed", type=int, help="Seed of environments, model and actio
                  "By default a random one, which meta.json tells.")
 run.add_argument("--checkpoint_interval_s", default=600, type=float,
                  help="Seconds from one checkpoint to the next: the most that a kill can cost.")
+run.add_argument("--wandb", action="store_true",
+                 help="Log to Weights & Biases, too (pip install wandb).")
 run.add_argument("--disable_checkpoint", action="store_true", help="Save no checkpoint.")
 run.add_argument("--disable_cuda", action="store_true", help="Learn on the CPU.")
 run.add_argument("--precision", choices=["fp32", "bf16"],

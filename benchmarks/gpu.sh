@@ -153,7 +153,8 @@ train() {
   fi
   train_for "$seconds" train --seed 1 "${flags[@]}"
   cp "$runs/train/logs.csv" "$OUT/train.csv"
-  "$PYTHON" benchmarks/plot_curve.py "$OUT/train.csv" "$OUT/train.png" || echo 'No curve drawn.'
+  cp "$runs/train/meta.json" "$OUT/train.json"
+  "$PYTHON" plot.py "$OUT/train.csv" --out "$OUT/train" || echo 'No curve drawn.'
 }
 
 # Runs PolyBeast for so many seconds at most, as a run of this name.

@@ -45,6 +45,7 @@ def make_parser():
     parser.add_argument("--savedir")
     parser.add_argument("--disable_checkpoint", action="store_true")
     parser.add_argument("--disable_cuda", action="store_true")
+    parser.add_argument("--wandb", action="store_true")
     parser.add_argument("--total_steps", type=int, default=1000)
     parser.add_argument("--learning_rate", type=float, default=0.5)
     parser.add_argument("--use_lstm", action="store_true")
@@ -374,6 +375,30 @@ def test_mode_savedir_and_the_disabling_flags_are_of_the_call_alone(tmp_path):
     assert not flags.disable_cuda and not flags.disable_checkpoint
     assert flags.savedir == str(tmp_path) and flags.mode == "train"
     assert parse(tmp_path, "--xpid run --mode test").mode == "test"
+
+
+def test_a_missing_wandb_is_asked_for_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    with pytest.raises(FlagError, match="pip install wandb"):
+        parse(tmp_path, "--xpid run --wandb")
+    assert parse(tmp_path, "--xpid run --wandb --mode test").wandb
+
+
+def test_wandb_gets_the_same_figures_and_a_resumed_run_goes_on_there(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    flags = parse(tmp_path, "--xpid run --wandb")
+    ids = []
+    for step in (0, 100, 0):  # new, resumed, begun again
+        with Experiment(flags, step) as run:
+            run.log(step + 100, {"total_loss": 0.5, "mean_game_return": None}, {})
+            run.log(step + 200, {"total_loss": 0.25, "mean_game_return": None}, {})
+            assert run._wandb.step == step + 200 and run._wandb.config["learning_rate"] == 0.5
+            assert run._wandb.summary["total_loss"] == 0.5  # a step is told when the next one comes
+            assert "mean_game_return" not in dict(run._wandb.summary)
+            ids.append(run._wandb.id)
+    assert ids[0] == ids[1] != ids[2]
+    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) >= 2
 
 
 def test_flags_that_are_no_more_do_not_matter(tmp_path):
