@@ -115,9 +115,8 @@ def test_an_example_changes_create_env_and_the_net_alone(path):
 def test_an_example_leaves_tidy_code(apply, path):
     fork = apply(path.read_text())
     for command in ("check", "format --check"):
-        done = subprocess.run(
-            ["ruff", *command.split(), "--no-cache", fork], capture_output=True, text=True
-        )
+        words = [sys.executable, "-m", "ruff", *command.split(), "--no-cache", fork]
+        done = subprocess.run(words, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
