@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+# docker build -t torchbeast .                      learner and servers, for CPUs
+# docker build -t torchbeast-env --target env .     environment servers alone: no torch
+# docker build -t torchbeast-cuda --build-arg TORCH_INDEX=https://pypi.org/simple .
+#                                                   learner and servers, for NVIDIA GPUs
+
+ARG PYTHON=3.12
+
+# The wheel of libtorchbeast and nest: the compilers stay behind in this stage.
+FROM python:${PYTHON}-slim-bookworm AS build
+RUN apt-get update && apt-get install -y --no-install-recommends \
+        g++ libgrpc++-dev libprotobuf-dev make pkg-config protobuf-compiler-grpc \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY pyproject.toml setup.py MANIFEST.in LICENSE ./
+COPY csrc csrc
+COPY libtorchbeast libtorchbeast
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM python:${PYTHON}-slim-bookworm AS env
+WORKDIR /torchbeast
+COPY requirements-env.txt ./
+RUN pip install --no-cache-dir -r requirements-env.txt
+COPY *.py ./
+COPY libtorchbeast libtorchbeast
+COPY examples examples
+CMD ["python", "polybeast_env.py", "--server_address", "0.0.0.0:50051"]
+
+FROM env AS learner
+# PyPI's torch brings CUDA. A build for CPUs counts as newer than that one of the same version.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+COPY requirements.txt ./
+RUN pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" -r requirements.txt
+# What the compiled part links; of the same release of Debian as the stage that built it.
+RUN apt-get update && apt-get install -y --no-install-recommends libgrpc++1.51 \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=build /wheels /wheels
+RUN pip install --no-cache-dir --no-deps --target /torchbeast --upgrade /wheels/*.whl
+CMD ["python", "polybeast.py", "--savedir", "/logs"]
