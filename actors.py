@@ -94,8 +94,8 @@ class Actors:
 
     Each actor has a pipe of its own, through which it gets free indices and returns full ones, so
     that one that is killed, wherever it may stand, locks nobody else out and loses no index. It is
-    replaced by a new process, and so is one that is silent for too long. Where all
-    of them die time and again, the run ends.
+    replaced by a new process, and so is one that is silent for too long. Where all of them die time
+    and again, the run ends.
 
     Args:
       start: called with (actor, incarnation, pipe); returns a started process.
