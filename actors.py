@@ -21,10 +21,10 @@ from collections import deque
 
 from watchdog import PATIENCE, STOP_SIGNALS, print_stacks_on_signal
 
-# So many deaths of one actor end the run, if it never gave so many rollouts (of each of its
+# So many deaths of every actor end the run, if none gave so many rollouts (of each of its
 # environments) in between: then it is not bad luck.
 MAX_DEATHS, MIN_ROLLOUTS = 5, 10
-PAUSES = (0, 1, 3, 10)  # seconds before it is started anew, by how often it has died so
+PAUSES = (0, 1, 3, 10, 30)  # seconds before it is started anew, by how often it has died so
 HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)  # which an actor is not ready for at once
 
 
@@ -94,8 +94,8 @@ class Actors:
 
     Each actor has a pipe of its own, through which it gets free indices and returns full ones, so
     that one that is killed, wherever it may stand, locks nobody else out and loses no index. It is
-    replaced by a new process, and so is one that is silent for too long; an actor that dies time
-    and again ends the run.
+    replaced by a new process, and so is one that is silent for too long. Where all of them die time
+    and again, the run ends.
 
     Args:
       start: called with (actor, incarnation, pipe); returns a started process.
@@ -300,16 +300,17 @@ class Actors:
     def _count_death(self, actor, cause):
         self._deaths[actor] += 1
         self._deaths_in_a_row[actor] += 1
-        if self._deaths_in_a_row[actor] >= MAX_DEATHS:
+        if min(self._deaths_in_a_row) >= MAX_DEATHS:
             raise RuntimeError(
-                f"actor {actor} died {MAX_DEATHS} times with less than {MIN_ROLLOUTS} rollouts in "
-                f"between, most recently: {cause}"
+                f"all actors died {MAX_DEATHS} times with less than {MIN_ROLLOUTS} rollouts in "
+                f"between, most recently actor {actor}: {cause}"
             )
-        pause = PAUSES[self._deaths_in_a_row[actor] - 1]
+        in_a_row = self._deaths_in_a_row[actor]
+        pause = PAUSES[min(in_a_row, len(PAUSES)) - 1]
         logging.error(
-            "Actor %d died and is started anew in %g s (death %d; %d soon after another, of which "
-            "%d end the run): %s",
-            *(actor, pause, self._deaths[actor], self._deaths_in_a_row[actor], MAX_DEATHS, cause),
+            "Actor %d died and is started anew in %g s (death %d; %d soon after another: %d of "
+            "all actors end the run): %s",
+            *(actor, pause, self._deaths[actor], in_a_row, MAX_DEATHS, cause),
         )
         self._num_rollouts[actor] = 0
         self._start_times[actor] = time.monotonic() + pause

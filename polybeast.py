@@ -49,9 +49,9 @@ from environment import EnvError, empty_observation, map_nest
 from servers import (
     ANSWER_TIMEOUT,
     CONNECT_TIMEOUT,
+    LocalServers,
     check_servers,
     expand_addresses,
-    local_servers,
     query_servers,
     read_spaces,
 )
@@ -470,12 +470,12 @@ def train(flags):
     if flags.server_addresses:
         return train_on(flags, expand_addresses(flags.server_addresses), None)
     words = experiment.command_words(polybeast_env.parser, flags)
-    with local_servers(flags, ENV_SCRIPT, *words) as (addresses, process):
-        return train_on(flags, addresses, process)
+    with LocalServers(flags, ENV_SCRIPT, *words) as local:
+        return train_on(flags, local.addresses, local)
 
 
-def train_on(flags, addresses, process):
-    """Train on servers at `addresses`; `process` is that of those which were started here."""
+def train_on(flags, addresses, local):
+    """Train on servers at `addresses`; `local` are those that were started here, or None."""
     T, B = flags.unroll_length, flags.batch_size
     device = get_device(flags)
     use_cuda = device.type == "cuda"
@@ -484,12 +484,12 @@ def train_on(flags, addresses, process):
     # On a CPU, all else waits for the learning of the deep net, so that gets all cores. With the
     # shallow net servers and inference need theirs (benchmarks/README.md has the figures).
     num_threads = len(os.sched_getaffinity(0))
-    if flags.model == "shallow" and process is not None:
+    if flags.model == "shallow" and local is not None:
         num_threads = max(1, num_threads - flags.num_servers)
 
     # One environment will do to answer, if we are to say how many there shall be.
-    access = flags if process is None else None  # servers of ours are nobody else's
-    handshake = query_servers(addresses, flags.envs_per_stream and 1, process, access)
+    access = flags if local is None else None  # servers of ours are nobody else's
+    handshake = query_servers(addresses, flags.envs_per_stream and 1, local, access)
     observation_space, num_actions = read_spaces(handshake)
     N = flags.envs_per_stream or handshake["num_envs"]
     num_actors = flags.num_actors or len(addresses)
@@ -667,7 +667,7 @@ def train_on(flags, addresses, process):
             step_timeout_s=ANSWER_TIMEOUT, **credentials.load(access),
         )  # fmt: skip
         watchdog = Watchdog(flags.stall_timeout_s, silences)
-        print_stacks_on_signal(lambda: [] if process is None else [process.pid])
+        print_stacks_on_signal(lambda: [] if local is None else [local.process.pid])
         try:
             for function, name, count in (
                 (actors.run, "actors", 1),
@@ -681,7 +681,7 @@ def train_on(flags, addresses, process):
             while not stop.wait(interval):
                 watchdog.beat("looks after the run")
                 log()
-                if process is not None and process.poll() is not None:
+                if local is not None and not local.check():
                     # Only they have failed; what was learned until now is good.
                     run_folder.save_checkpoint(lock, model, optimizer, scheduler, stats)
                     raise EnvError("the environment servers have ended: see above")

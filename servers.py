@@ -115,35 +115,57 @@ def own_addresses(flags, folder):
     return addresses
 
 
-@contextlib.contextmanager
-def local_servers(flags, script, *words):
-    """Start servers on this machine, yield their addresses and their process, and end them.
+class LocalServers:
+    """Servers on this machine, for one learner. Use as a context manager.
 
     Args:
       flags: of the learner.
       script, words: path of polybeast_env.py, or of a fork of it, and its command line.
+
+    Attributes: `addresses`, and the `process` that looks after them.
     """
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
-        addresses = own_addresses(flags, folder)
-        address = flags.pipes_basename or f"unix:{folder}/server"
+
+    def __init__(self, flags, script, *words):
+        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
+        self.addresses = own_addresses(flags, self._folder.name)
+        address = flags.pipes_basename or f"unix:{self._folder.name}/server"
         # Those are for servers on other machines.
         words = [w for w in words if not w.startswith(("--tls_", "--auth_token_file"))]
-        command = [sys.executable, script, "--server_address", address, "--end_with_stdin", *words]
-        logging.info("Starting environment servers: %s", " ".join(command))
-        # In a process group of its own, since a Ctrl-C is for the learner, which still needs them.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+        self._command = [sys.executable, script, "--server_address", address]
+        self._command += ["--end_with_stdin", *words]
+
+    def __enter__(self):
+        self._start()
+        return self
+
+    def __exit__(self, *_):
+        self.process.stdin.close()  # upon which it ends
         try:
-            yield addresses, process
-        finally:
-            process.stdin.close()  # upon which it ends
-            try:
-                process.wait(GRACE + 2)
-            except subprocess.TimeoutExpired:
-                process.kill()  # upon which its children end
-                process.wait()
+            self.process.wait(GRACE + 2)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # upon which its children end
+            self.process.wait()
+        self._folder.cleanup()
+
+    def _start(self):
+        logging.info("Starting environment servers: %s", " ".join(self._command))
+        # In a process group of its own, since a Ctrl-C is for the learner, which still needs them.
+        self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, process_group=0)
+
+    def check(self):
+        """Start them anew if they were killed; return False if they have ended by themselves."""
+        status = self.process.poll()
+        if status is not None and status < 0:
+            how = signal.Signals(-status).name
+            logging.error("The environment servers' main process was killed by %s", how)
+            self.process.stdin.close()
+            time.sleep(FIRST_PAUSE)  # in which its children notice, and remove sockets and folder
+            os.makedirs(self._folder.name, exist_ok=True)
+            self._start()
+        return status is None or status < 0
 
 
-def query_servers(addresses, num_envs, process=None, flags=None):
+def query_servers(addresses, num_envs, local=None, flags=None):
     """Wait for servers that say what their environments are; return a handshake as a dict.
 
     All are asked at the same time, again and again. Those that answer within MAJORITY_TIMEOUT of
@@ -152,7 +174,7 @@ def query_servers(addresses, num_envs, process=None, flags=None):
 
     Args:
       num_envs: environments that it shall make in order to answer; None: as many as it likes.
-      process: of servers that were started here, which are not waited for once it has ended.
+      local: LocalServers, which are not waited for once they have ended.
       flags: which name the files of credentials.py, for servers that ask for some.
 
     Raises:
@@ -191,7 +213,7 @@ def query_servers(addresses, num_envs, process=None, flags=None):
     latest, deadline = {}, None  # answers by address
     try:
         while deadline is None or time.monotonic() < deadline:
-            if process is not None and process.poll() is not None:
+            if local is not None and not local.check():
                 raise EnvError("the environment servers could not be started: see above")
             try:
                 address, answer = answers.get(timeout=0.1)

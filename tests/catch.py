@@ -67,7 +67,7 @@ monobeast.create_env = create_env
 monobeast.Net = Net
 monobeast.act = act
 monobeast.LOG_INTERVAL = 0.5
-actors.PAUSES = (0, 0.1, 0.2, 0.3)
+actors.PAUSES = (0, 0.1)
 
 if __name__ == "__main__":
     experiment.start_logging()

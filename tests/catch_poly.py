@@ -16,6 +16,7 @@ import catch_env
 
 import experiment
 import polybeast
+import servers
 from environment import EnvError
 
 
@@ -27,6 +28,7 @@ class Net(catch.Net):
 polybeast.Net = Net
 polybeast.ENV_SCRIPT = catch_env.__file__
 polybeast.LOG_INTERVAL = 0.5
+servers.CONNECT_TIMEOUT = 5
 
 if __name__ == "__main__":
     experiment.start_logging()

@@ -108,7 +108,7 @@ class Rig:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(actors, "PAUSES", (0, 0, 0, 0))
+    monkeypatch.setattr(actors, "PAUSES", (0,))
 
 
 @pytest.fixture
@@ -325,7 +325,22 @@ def test_an_environment_that_always_raises_ends_the_run_with_its_traceback(make_
         assert ": environment 0 (" in text and ", step 25: " in text
         assert "EnvError: actor " in text
     deaths = [sum(a == actor for a, _ in rig.processes) for actor in range(2)]
-    assert max(deaths) == actors.MAX_DEATHS  # the last one is not replaced
+    assert min(deaths) == actors.MAX_DEATHS  # the last one is not replaced
+
+
+def test_one_actor_that_always_fails_does_not_end_the_run_of_the_others(make_rig):
+    rig = make_rig(num_actors=2)
+    take_and_release_all(rig, 2)
+
+    def dies_once_more(count):
+        rig.actors.release(rig.take(rig.actors.num_full()))  # so that the other one goes on
+        return rig.actors.num_restarts == count
+
+    for count in range(1, actors.MAX_DEATHS + 3):
+        rig.kill(0)
+        wait_until(lambda count=count: dies_once_more(count))
+    take_and_release_all(rig, 2)
+    rig.actors.check()
 
 
 def test_an_actor_that_cannot_even_start_ends_the_run(make_rig):

@@ -4,6 +4,7 @@
 import argparse
 import contextlib
 import multiprocessing
+import os
 
 import ale_py
 import gymnasium as gym
@@ -351,15 +352,15 @@ def test_rows_are_the_same_arrays_each_time_and_of_the_types_of_a_rollout():
 
 
 def test_close_ends_the_threads():
-    def num_threads():
-        return len(list((TESTS / "/proc/self/task").iterdir()))
+    def threads():
+        return set(os.listdir("/proc/self/task"))
 
-    before = num_threads()
+    before = threads()  # some of which may be ending
     envs = AtariEnvironments(make_flags("PongNoFrameskip-v4"), 2, 0)
     envs.initial()
-    assert num_threads() == before + 1
+    assert len(threads() - before) == 1
     envs.close()
-    assert num_threads() == before
+    assert threads() <= before
     envs.close()
 
 

@@ -463,7 +463,7 @@ def test_an_environment_that_always_raises_ends_the_run_with_a_clear_error(tmp_p
     assert re.search(
         r"actor \d: environment \d \(.*\), step 25: step\(\d\) raised ValueError", output
     )
-    assert re.search(r"actor \d died 5 times", read_meta(tmp_path / "run")["status"])
+    assert re.search("all actors died 5 times", read_meta(tmp_path / "run")["status"])
     assert shared_memory() <= before
     assert "started anew" in out(tmp_path)
 

@@ -462,6 +462,27 @@ def test_servers_end_by_themselves_after_sigkill(tmp_path):
         assert traces(tmp_path) == []  # nor the folder that the learner has made
 
 
+def test_servers_whose_main_process_is_killed_are_started_anew_and_others_end_the_run(tmp_path):
+    folder = tmp_path / "run"
+    words = f"--num_servers 2 --envs_per_stream 2 --batch_size 2 {ENDLESS} --env Catch --xpid run"
+    with Program(CATCH, words, "--savedir", tmp_path, TMPDIR=str(tmp_path)) as program:
+        program.wait_until(lambda: last_step(folder) > 0)
+        (main,) = program.members("--end_with_stdin")
+        os.kill(main, signal.SIGKILL)
+        program.wait_until(lambda: program.output.count("Starting environment servers") == 2)
+        program.wait_until(lambda: program.output.count(" is back") == 2)
+        step = last_step(folder)
+        program.wait_until(lambda: last_step(folder) > step)
+        (main,) = program.members("--end_with_stdin")
+        os.kill(main, signal.SIGTERM)  # upon which it ends by itself
+        status, output = program.end()
+        program.wait_for_members()
+    assert status == 1 and "main process was killed by SIGKILL" in output
+    assert output.splitlines()[-1].endswith("the environment servers have ended: see above")
+    assert load(folder / "model.tar")["step"] > step
+    assert traces(tmp_path) == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_while_servers_start_leaves_nothing_behind(tmp_path, number):
     with Program(
