@@ -43,6 +43,7 @@ import autotune
 import checkpoint
 import evaluate
 import experiment
+import health
 import vtrace
 from actors import Actors, live_for_parent, start_fork_server
 from ale_vector import AtariEnvironments
@@ -311,6 +312,7 @@ def compute_loss(flags, model, batch, initial_agent_state):
         "baseline_loss": baseline_loss.detach(),
         "entropy_loss": entropy_loss.detach(),
         "steps": mask.sum(),
+        **health.from_logits(behavior_policy_logits, target_policy_logits, targets, values, mask),
     }
 
 
@@ -520,8 +522,9 @@ def train(flags):
     context = start_fork_server()
     stop = threading.Event()
     errors = []
-    lock = threading.Lock()  # guards model, optimizer, scheduler, stats, figures and lags
+    lock = threading.Lock()  # guards model, optimizer, scheduler, stats, figures, lags, checkup
     figures, lags = {}, []
+    checkup = health.Checkup(flags.grad_norm_clipping)
     learner_waits = Stopwatch(flags.num_learner_threads)  # no thread has a batch
     time_shares = TimeShares()
 
@@ -571,6 +574,7 @@ def train(flags):
                     weights.publish(model)
                     stats["step"] += int(latest.pop("steps"))
                     figures.update(latest)
+                    checkup.add(latest)
                     scheduler.step()
                     stats["episode_returns"] = (stats["episode_returns"] + episode_returns)[-100:]
                     stats["game_returns"] = (stats["game_returns"] + game_returns)[-100:]
@@ -588,6 +592,7 @@ def train(flags):
             for name, function in (("min", min), ("mean", experiment.mean), ("max", max)):
                 latest[f"policy_lag_{name}"] = function(lags) if lags else None
             lags.clear()
+            latest |= checkup.means()
         latest |= time_shares(
             learner_wait=learner_waits.seconds(),
             actor_wait=actors.seconds_waited() / flags.num_actors,
@@ -603,6 +608,7 @@ def train(flags):
         texts["wait"] = f"{latest['learner_wait']:.0%}/{latest['actor_wait']:.0%}"
         texts["full"] = f"{latest['full_buffers']}/{flags.num_buffers}"
         texts["lag"] = "/".join(show[f"policy_lag_{name}"] for name in ("min", "mean", "max"))
+        texts["health"] = checkup.text(latest)
         run_folder.log(step, latest, texts)
 
     threads = [

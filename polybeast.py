@@ -42,6 +42,7 @@ import checkpoint
 import credentials
 import evaluate
 import experiment
+import health
 import libtorchbeast
 import polybeast_env
 import vtrace
@@ -359,6 +360,7 @@ def compute_loss(flags, model, batch, initial_agent_state):
         "baseline_loss": baseline_loss.detach(),
         "entropy_loss": entropy_loss.detach(),
         "steps": mask.sum(),
+        **health.from_logits(behavior_policy_logits, target_policy_logits, targets, values, mask),
     }
 
 
@@ -524,8 +526,9 @@ def train_on(flags, addresses, process):
 
     stop = threading.Event()
     errors = []
-    lock = threading.Lock()  # guards model, optimizer, scheduler, stats, figures and lags
+    lock = threading.Lock()  # guards model, optimizer, scheduler, stats, figures, lags, checkup
     figures, lags, batch_sizes = {}, [], []
+    checkup = health.Checkup(flags.grad_norm_clipping)
     learner_waits = Stopwatch(flags.num_learner_threads)  # no thread has a batch
     time_shares = TimeShares()
     profiled = threading.Lock()  # held by the one learner thread that is profiled
@@ -575,6 +578,7 @@ def train_on(flags, addresses, process):
                 weights.publish(model)
                 stats["step"] += int(latest.pop("steps"))
                 figures.update(latest)
+                checkup.add(latest)
                 scheduler.step()
                 stats["episode_returns"] = (stats["episode_returns"] + episode_returns)[-100:]
                 stats["game_returns"] = (stats["game_returns"] + game_returns)[-100:]
@@ -624,6 +628,7 @@ def train_on(flags, addresses, process):
             for name, function in (("min", min), ("mean", experiment.mean), ("max", max)):
                 latest[f"policy_lag_{name}"] = function(lags) if lags else None
             lags.clear()
+            latest |= checkup.means()
         actor_waited = {f"actor_wait_{k}": s / num_actors for k, s in actors.waits().items()}
         latest |= time_shares(learner_wait=learner_waits.seconds(), **actor_waited)
         sizes, batch_sizes[:] = list(batch_sizes), []
@@ -643,6 +648,7 @@ def train_on(flags, addresses, process):
         texts["queue"] = f"{latest['learner_queue_size']}/{max_queue_size}"
         texts["lag"] = "/".join(show[f"policy_lag_{name}"] for name in ("min", "mean", "max"))
         texts["actors"] = f"{latest['connected_actors']}/{num_actors}"
+        texts["health"] = checkup.text(latest)
         run_folder.log(step, latest, texts)
 
     threads = []
