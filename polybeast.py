@@ -22,6 +22,10 @@ Shapes: T unroll length, B batch size, N environments a stream, A actions. A rol
 rows, of which the first is the last of the rollout before it; environment.py says what they hold.
 """
 
+import packages  # noqa: F401 - tells what to install, if one of the following is missing
+
+# isort: split
+
 import argparse
 import copy
 import functools
@@ -133,7 +137,7 @@ servers.add_argument("--envs_per_stream", type=int, help="Environments that a se
 credentials.add_flags(parser)
 
 loss = parser.add_argument_group("loss")
-loss.add_argument("--entropy_cost", default=0.01, type=float, help="Weight of the entropy.")
+loss.add_argument("--entropy_cost", default=0.01, type=float, help="Weight of the entropy in nats.")
 loss.add_argument("--baseline_cost", default=0.5, type=float, help="Weight of the baseline loss.")
 loss.add_argument("--discounting", default=0.99, type=float, help="Discount a step.")
 loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "none"],
@@ -142,11 +146,11 @@ loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "n
 optimizer = parser.add_argument_group("optimizer (RMSProp)")
 optimizer.add_argument("--learning_rate", default=6e-4, type=float,
                        help="Learning rate at the start; falls linearly to 0 at total_steps.")
-optimizer.add_argument("--alpha", default=0.99, type=float, help="Smoothing constant.")
+optimizer.add_argument("--alpha", default=0.99, type=float, help="Decay of the mean of squares.")
 optimizer.add_argument("--momentum", default=0.0, type=float, help="Momentum.")
-optimizer.add_argument("--epsilon", default=0.01, type=float, help="Added outside the root.")
+optimizer.add_argument("--epsilon", default=0.01, type=float, help="Added to that mean's root.")
 optimizer.add_argument("--grad_norm_clipping", default=40.0, type=float,
-                       help="Largest norm of the gradient.")
+                       help="Largest norm of the gradient of the loss, a sum over the batch.")
 
 atari_wrappers.add_flags(parser)
 parser.set_defaults(program="polybeast.py")  # whose checkpoints are not for the other one
