@@ -18,6 +18,7 @@ import gymnasium as gym
 import numpy as np
 
 import atari_wrappers
+import packages
 from environment import EnvError, empty_observation, space_to_dict
 
 NO_LIMIT = 2**30  # emulator frames a game
@@ -49,7 +50,9 @@ class AtariEnvironments:
         try:
             self._envs, fire, self._max_frames = _make(flags, num_envs, num_threads)
         except Exception as error:
-            raise EnvError(f"{name}: cannot create the environments: {error}") from error
+            raise EnvError(
+                f"{name}: cannot create the environments: {error}{packages.advice(error)}"
+            ) from error
         self._between_lives = int(fire)  # an action: FIRE is 1 in each set that has it, no-op is 0
         self._action_space = self._envs.single_action_space
         self.num_actions = int(self._action_space.n)

@@ -17,6 +17,7 @@ emulator unless an observation is made of it. Every observation is an array of i
 steps do not change it, and changing it does not change later ones.
 """
 
+import difflib
 import operator
 
 import gymnasium as gym
@@ -36,7 +37,7 @@ def add_flags(parser):
 
     number("noop_max", 30, "begin each game with 1 to N idle frames; 0: with none")
     number("frame_skip", 4, "frames for which an action is repeated")
-    number("frame_size", 84, "resize frames to N x N; 0: leave them as they are")
+    number("frame_size", 84, "resize frames to N x N pixels; 0: leave them as they are")
     number("frame_stack", 4, "frames in an observation")
     switch("no_max_pool", "max_pool", "observe the last frame, not the maximum of the last two")
     switch("no_episodic_life", "episodic_life", "end episodes with the game, not with each life")
@@ -107,9 +108,12 @@ def game_spec(env_id):
     try:
         spec = gym.spec(env_id)
     except gym.error.Error as error:
+        games = {i.lower(): i for i, s in gym.registry.items() if "AtariEnv" in str(s.entry_point)}
+        near = [games[i] for i in difflib.get_close_matches(env_id.lower(), games)]
         raise ValueError(
             f"there is no environment {env_id!r} ({error}); "
-            "name a game of ale-py, such as PongNoFrameskip-v4 or ALE/Pong-v5"
+            + (f"is it {' or '.join(near)}? Else " if near else "")
+            + "name a game of ale-py, such as PongNoFrameskip-v4 or ALE/Pong-v5"
         ) from error
     if "AtariEnv" not in str(spec.entry_point):
         raise ValueError(

@@ -25,6 +25,8 @@ import json
 import gymnasium as gym
 import numpy as np
 
+import packages
+
 MAX_REWARD = float(np.finfo(np.float32).max)
 
 
@@ -330,4 +332,4 @@ class _Totals:
 
 
 def _describe(error):
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}{packages.advice(error)}"

@@ -143,7 +143,7 @@ class Experiment:
         self._bar = tqdm(
             total=flags.total_steps,
             # A narrower one would cut off the lag and the time left.
-            disable=not (sys.stderr.isatty() and os.get_terminal_size(2).columns >= 190),
+            disable=not (sys.stderr.isatty() and os.get_terminal_size(2).columns >= 210),
             bar_format="{percentage:3.0f}% {bar:10} {desc}",
             dynamic_ncols=True,
         )

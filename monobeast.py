@@ -21,6 +21,10 @@ Shapes: T unroll length, B batch size, N environments an actor, A actions. A rol
 rows, of which the first is the last of the rollout before it; environment.py says what they hold.
 """
 
+import packages  # noqa: F401 - tells what to install, if one of the following is missing
+
+# isort: split
+
 import argparse
 import contextlib
 import logging
@@ -43,6 +47,7 @@ import autotune
 import checkpoint
 import evaluate
 import experiment
+import health
 import vtrace
 from actors import Actors, live_for_parent, start_fork_server
 from ale_vector import AtariEnvironments
@@ -105,7 +110,7 @@ training.add_argument("--num_learner_threads", default=1, type=int,
 training.add_argument("--use_lstm", action="store_true", help="Use an LSTM.")
 
 loss = parser.add_argument_group("loss")
-loss.add_argument("--entropy_cost", default=0.01, type=float, help="Weight of the entropy.")
+loss.add_argument("--entropy_cost", default=0.01, type=float, help="Weight of the entropy in nats.")
 loss.add_argument("--baseline_cost", default=0.5, type=float, help="Weight of the baseline loss.")
 loss.add_argument("--discounting", default=0.99, type=float, help="Discount a step.")
 loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "none"],
@@ -114,11 +119,11 @@ loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "n
 optimizer = parser.add_argument_group("optimizer (RMSProp)")
 optimizer.add_argument("--learning_rate", default=6e-4, type=float,
                        help="Learning rate at the start; falls linearly to 0 at total_steps.")
-optimizer.add_argument("--alpha", default=0.99, type=float, help="Smoothing constant.")
+optimizer.add_argument("--alpha", default=0.99, type=float, help="Decay of the mean of squares.")
 optimizer.add_argument("--momentum", default=0.0, type=float, help="Momentum.")
-optimizer.add_argument("--epsilon", default=0.01, type=float, help="Added outside the root.")
+optimizer.add_argument("--epsilon", default=0.01, type=float, help="Added to that mean's root.")
 optimizer.add_argument("--grad_norm_clipping", default=40.0, type=float,
-                       help="Largest norm of the gradient.")
+                       help="Largest norm of the gradient of the loss, a sum over the batch.")
 
 atari_wrappers.add_flags(parser)
 parser.set_defaults(program="monobeast.py")  # whose checkpoints are not for the other one
@@ -311,6 +316,7 @@ def compute_loss(flags, model, batch, initial_agent_state):
         "baseline_loss": baseline_loss.detach(),
         "entropy_loss": entropy_loss.detach(),
         "steps": mask.sum(),
+        **health.from_logits(behavior_policy_logits, target_policy_logits, targets, values, mask),
     }
 
 
@@ -520,8 +526,9 @@ def train(flags):
     context = start_fork_server()
     stop = threading.Event()
     errors = []
-    lock = threading.Lock()  # guards model, optimizer, scheduler, stats, figures and lags
+    lock = threading.Lock()  # guards model, optimizer, scheduler, stats, figures, lags, checkup
     figures, lags = {}, []
+    checkup = health.Checkup(flags.grad_norm_clipping)
     learner_waits = Stopwatch(flags.num_learner_threads)  # no thread has a batch
     time_shares = TimeShares()
 
@@ -571,6 +578,7 @@ def train(flags):
                     weights.publish(model)
                     stats["step"] += int(latest.pop("steps"))
                     figures.update(latest)
+                    checkup.add(latest)
                     scheduler.step()
                     stats["episode_returns"] = (stats["episode_returns"] + episode_returns)[-100:]
                     stats["game_returns"] = (stats["game_returns"] + game_returns)[-100:]
@@ -588,6 +596,7 @@ def train(flags):
             for name, function in (("min", min), ("mean", experiment.mean), ("max", max)):
                 latest[f"policy_lag_{name}"] = function(lags) if lags else None
             lags.clear()
+            latest |= checkup.means()
         latest |= time_shares(
             learner_wait=learner_waits.seconds(),
             actor_wait=actors.seconds_waited() / flags.num_actors,
@@ -603,6 +612,7 @@ def train(flags):
         texts["wait"] = f"{latest['learner_wait']:.0%}/{latest['actor_wait']:.0%}"
         texts["full"] = f"{latest['full_buffers']}/{flags.num_buffers}"
         texts["lag"] = "/".join(show[f"policy_lag_{name}"] for name in ("min", "mean", "max"))
+        texts["health"] = checkup.text(latest)
         run_folder.log(step, latest, texts)
 
     threads = [

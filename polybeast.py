@@ -22,6 +22,10 @@ Shapes: T unroll length, B batch size, N environments a stream, A actions. A rol
 rows, of which the first is the last of the rollout before it; environment.py says what they hold.
 """
 
+import packages  # noqa: F401 - tells what to install, if one of the following is missing
+
+# isort: split
+
 import argparse
 import copy
 import functools
@@ -42,6 +46,7 @@ import checkpoint
 import credentials
 import evaluate
 import experiment
+import health
 import libtorchbeast
 import polybeast_env
 import vtrace
@@ -132,7 +137,7 @@ servers.add_argument("--envs_per_stream", type=int, help="Environments that a se
 credentials.add_flags(parser)
 
 loss = parser.add_argument_group("loss")
-loss.add_argument("--entropy_cost", default=0.01, type=float, help="Weight of the entropy.")
+loss.add_argument("--entropy_cost", default=0.01, type=float, help="Weight of the entropy in nats.")
 loss.add_argument("--baseline_cost", default=0.5, type=float, help="Weight of the baseline loss.")
 loss.add_argument("--discounting", default=0.99, type=float, help="Discount a step.")
 loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "none"],
@@ -141,11 +146,11 @@ loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "n
 optimizer = parser.add_argument_group("optimizer (RMSProp)")
 optimizer.add_argument("--learning_rate", default=6e-4, type=float,
                        help="Learning rate at the start; falls linearly to 0 at total_steps.")
-optimizer.add_argument("--alpha", default=0.99, type=float, help="Smoothing constant.")
+optimizer.add_argument("--alpha", default=0.99, type=float, help="Decay of the mean of squares.")
 optimizer.add_argument("--momentum", default=0.0, type=float, help="Momentum.")
-optimizer.add_argument("--epsilon", default=0.01, type=float, help="Added outside the root.")
+optimizer.add_argument("--epsilon", default=0.01, type=float, help="Added to that mean's root.")
 optimizer.add_argument("--grad_norm_clipping", default=40.0, type=float,
-                       help="Largest norm of the gradient.")
+                       help="Largest norm of the gradient of the loss, a sum over the batch.")
 
 atari_wrappers.add_flags(parser)
 parser.set_defaults(program="polybeast.py")  # whose checkpoints are not for the other one
@@ -359,6 +364,7 @@ def compute_loss(flags, model, batch, initial_agent_state):
         "baseline_loss": baseline_loss.detach(),
         "entropy_loss": entropy_loss.detach(),
         "steps": mask.sum(),
+        **health.from_logits(behavior_policy_logits, target_policy_logits, targets, values, mask),
     }
 
 
@@ -524,8 +530,9 @@ def train_on(flags, addresses, local):
 
     stop = threading.Event()
     errors = []
-    lock = threading.Lock()  # guards model, optimizer, scheduler, stats, figures and lags
+    lock = threading.Lock()  # guards model, optimizer, scheduler, stats, figures, lags, checkup
     figures, lags, batch_sizes = {}, [], []
+    checkup = health.Checkup(flags.grad_norm_clipping)
     learner_waits = Stopwatch(flags.num_learner_threads)  # no thread has a batch
     time_shares = TimeShares()
     profiled = threading.Lock()  # held by the one learner thread that is profiled
@@ -575,6 +582,7 @@ def train_on(flags, addresses, local):
                 weights.publish(model)
                 stats["step"] += int(latest.pop("steps"))
                 figures.update(latest)
+                checkup.add(latest)
                 scheduler.step()
                 stats["episode_returns"] = (stats["episode_returns"] + episode_returns)[-100:]
                 stats["game_returns"] = (stats["game_returns"] + game_returns)[-100:]
@@ -624,6 +632,7 @@ def train_on(flags, addresses, local):
             for name, function in (("min", min), ("mean", experiment.mean), ("max", max)):
                 latest[f"policy_lag_{name}"] = function(lags) if lags else None
             lags.clear()
+            latest |= checkup.means()
         actor_waited = {f"actor_wait_{k}": s / num_actors for k, s in actors.waits().items()}
         latest |= time_shares(learner_wait=learner_waits.seconds(), **actor_waited)
         sizes, batch_sizes[:] = list(batch_sizes), []
@@ -643,6 +652,7 @@ def train_on(flags, addresses, local):
         texts["queue"] = f"{latest['learner_queue_size']}/{max_queue_size}"
         texts["lag"] = "/".join(show[f"policy_lag_{name}"] for name in ("min", "mean", "max"))
         texts["actors"] = f"{latest['connected_actors']}/{num_actors}"
+        texts["health"] = checkup.text(latest)
         run_folder.log(step, latest, texts)
 
     threads = []

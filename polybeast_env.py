@@ -12,6 +12,10 @@ grpcio, protobuf and the environment's own packages: no torch, no compiler.
 To serve another environment, edit create_env.
 """
 
+import packages  # first: it tells what to install, if one of the following is missing
+
+# isort: split
+
 import argparse
 import itertools
 import logging
@@ -148,7 +152,7 @@ def be_server(flags, address, seed, pipe, busy_since):
             sys.modules["cv2"].setNumThreads(1)
         serve(flags, address, seed, started, [signal.SIGTERM], busy_since)
     except Exception as error:
-        pipe.send(str(error) or type(error).__name__)
+        pipe.send((str(error) or type(error).__name__) + packages.advice(error))
         sys.exit(1)
 
 

@@ -210,7 +210,7 @@ def query_servers(addresses, num_envs, local=None, flags=None):
     # In threads, so that Ctrl-C reaches this one.
     for address in set(addresses):
         threading.Thread(target=ask, args=(address,), daemon=True).start()
-    latest, deadline = {}, None  # answers by address
+    latest, deadline, start = {}, None, time.monotonic()  # answers by address
     try:
         while deadline is None or time.monotonic() < deadline:
             if local is not None and not local.check():
@@ -223,7 +223,13 @@ def query_servers(addresses, num_envs, local=None, flags=None):
             if isinstance(answer, dict):
                 deadline = deadline or time.monotonic() + MAJORITY_TIMEOUT
             elif isinstance(answer, OSError):  # of which ours are, too
-                logging.warning("Waiting for environment servers: %s", answer)
+                advice = ""
+                if isinstance(answer, TimeoutError) and process is None:
+                    advice = "; start polybeast_env.py there, or correct --server_addresses"
+                seconds = time.monotonic() - start
+                logging.warning(
+                    "Waiting for environment servers, %.0f s so far: %s%s", seconds, answer, advice
+                )
             else:
                 raise answer
             final = (dict, ConnectionRefusedError, ConnectionAbortedError)  # asking again is vain

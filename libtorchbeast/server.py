@@ -7,6 +7,7 @@ Needs numpy, grpcio and protobuf: no gymnasium, and nothing that is compiled her
 """
 
 import contextlib
+import errno
 import logging
 import re
 import socket
@@ -239,7 +240,10 @@ def _bind(server, address, is_safe, tls):
         # gRPC would take the file away from another server, which would not even notice.
         with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
             probe.connect(unix[1])
-            raise RuntimeError(f"cannot serve on {address}: another server listens there")
+            raise RuntimeError(
+                f"cannot serve on {address}: another server listens there; end it, or choose "
+                "another address"
+            )
     try:
         if tls is None:
             port = server.add_insecure_port(address)
@@ -271,7 +275,12 @@ def _bind_error(path, host_and_port):
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind(where)
     except OSError as error:
-        return error.strerror or error
+        reason = error.strerror or error
+        if error.errno != errno.EADDRINUSE:
+            return reason
+        if path:  # a socket that nobody listens at would have been no hindrance
+            return f"{reason}, by a file; choose another path"
+        return f"{reason}, by another program; end it, or choose another port"
     return "gRPC cannot bind to it, or not with that certificate and key"
 
 

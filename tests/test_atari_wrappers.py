@@ -414,7 +414,9 @@ def test_a_step_before_the_first_reset_is_refused():
     ("env_id", "words"),
     [
         ("CartPole-v1", "not a game of ale-py"),
-        ("PingNoFrameskip-v4", "Pong"),
+        ("PingNoFrameskip-v4", "is it .*PongNoFrameskip-v4"),
+        ("pong", "is it .*Pong-v4"),
+        ("ALE/Pog-v5", "is it ALE/Pong-v5"),
         ("PongNoFrameskip-v9", "v4"),
         ("NoSuchNamespace/Pong-v5", "NoSuchNamespace"),
         ("not an id", "PongNoFrameskip-v4"),

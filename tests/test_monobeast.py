@@ -114,7 +114,7 @@ def test_screen_tells_steps_frames_returns_queue_and_lag(learned):
     pattern = rf"100\.0% \| {number} steps \| {number} steps/s \({number} frames/s\) "
     pattern += rf"\| return {number} \| game {number} \| loss {number} "
     pattern += r"\| wait \d+%/\d+% \| full \d+/24 "
-    pattern += rf"\| lag {number}/{number}/{number} \| left 0:00:00"
+    pattern += rf"\| lag {number}/{number}/{number} \| health (ok|-|\w+ {number}) \| left 0:00:00"
     assert re.search(pattern, line), line
 
 

@@ -103,7 +103,8 @@ def test_bf16_gives_the_loss_and_the_gradients_of_fp32_to_its_tolerance(model, u
         net.zero_grad()
         loss, all_figures = polybeast.compute_loss(flags, net, batch, net.initial_state(3))
         loss.backward()
-        assert all(f.dtype in (torch.float32, torch.int64) for f in all_figures.values())
+        wide = (torch.float32, torch.float64, torch.int64)
+        assert all(f.dtype in wide for f in all_figures.values())
         gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
         figures.append(torch.stack([f.double() for f in all_figures.values()]))
     # bfloat16 has 8 bits of precision, and a hundred rows average them out.

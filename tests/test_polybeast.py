@@ -160,7 +160,8 @@ def test_screen_tells_steps_frames_returns_batch_queue_and_lag(learned):
     pattern = rf"\d+\.\d% \| {number} steps \| {number} steps/s \({number} frames/s\) "
     pattern += rf"\| return {number} \| game {number} \| loss {number} "
     pattern += rf"\| wait \d+%/\d+%/\d+%/\d+% \| batch {number} "
-    pattern += rf"\| queue \d/8 \| lag {number}/{number}/{number} \| actors 2/2 \| left \d+:\d\d"
+    pattern += rf"\| queue \d/8 \| lag {number}/{number}/{number} \| actors 2/2 "
+    pattern += rf"\| health (ok|-|\w+ {number}) \| left \d+:\d\d"
     assert re.search(pattern, line), line
 
 

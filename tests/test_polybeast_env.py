@@ -252,7 +252,8 @@ def test_what_cannot_be_served_ends_it_with_a_reason(tmp_path, what):
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             address = f"127.0.0.1:{listener.getsockname()[1] - 1}"  # that of the second server
             message = (
-                f"cannot serve on 127.0.0.1:{listener.getsockname()[1]}: Address already in use"
+                f"cannot serve on 127.0.0.1:{listener.getsockname()[1]}: Address already in use, "
+                "by another program; end it, or choose another port"
             )
         elif what == "create_env":
             arguments = ["--env", "Nonsense"]

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How off-policy an update was, and how well policy and baseline are: figures, and hints in words.
+
+`from_logits` makes the figures of one batch, for actions that are Discrete; for others there is
+`from_importance_weights`, which needs no logits. `Checkup` sees the figures of each update: at a
+tick it gives their means, and says what is off. No figure enters a loss, and a `compute_loss` that
+makes none costs nothing but them.
+
+    clipped_rhos           share of the transitions whose importance weight rho exceeds 1, where
+                           V-trace clips it; of two policies that are close, about a half
+    effective_sample_size  (sum of rhos)^2 / sum of rhos^2, as a share of the transitions (Kish
+                           1965): 1 on-policy, towards 0 where a few of them weigh for all
+    log_rho_mean           mean and standard deviation of log rho, in nats; 0 on-policy
+    log_rho_std
+    behavior_target_kl     mean Kullback-Leibler divergence, in nats, from the policy that acted to
+                           the one that learns; 0 on-policy
+    entropy_share          mean entropy of the policy that learns, as a share of the largest one
+    explained_variance     1 - variance of (vs - baseline) / variance of vs: 1 where the baseline
+                           foretells the targets of V-trace, 0 where it does no better than a
+                           constant; what is below -1 is given as -1, lest batches with next to no
+                           rewards hide all others in a plot
+    clipped_updates        share of a tick's updates whose gradient was clipped
+
+Shapes: T unroll length, B batch size, A actions. Transitions where the mask is false are none.
+"""
+
+import logging
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+# The limits are wide, so that a run that learns hears of none.
+
+# Below half of the particles, particle filters are resampled (Doucet and Johansen 2009).
+MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
+# Ten times as far as TRPO lets an update go (0.01 nats, Schulman et al. 2015).
+MAX_KL = 0.1
+# Of six actions, one has 99.5 %.
+MIN_ENTROPY_SHARE = 0.02
+# At 0 a constant would do as well, and little below is noise around it, as before any reward.
+MIN_EXPLAINED_VARIANCE = -0.2
+# In its first two minutes Pong has up to 90 %, and learns.
+MAX_CLIPPED_UPDATES = 0.95
+# Updates. Whatever is under way makes up a few batches, or as many as there are environments to
+# each rollout of a batch.
+MAX_POLICY_LAG = 100
+# Ticks in a row, a minute of them, until something counts as off, or as well again.
+PATIENCE = 12
+# Updates at the start that are not judged: the values are all wrong then, and gradients long.
+WARM_UP = 1000
+
+NAMES = (
+    *("clipped_rhos", "effective_sample_size", "log_rho_mean", "log_rho_std"),
+    *("behavior_target_kl", "entropy_share", "explained_variance"),
+)
+
+
+class Check(NamedTuple):
+    """A figure that is off beyond `limit`; the nearer to `worst`, the worse."""
+
+    name: str
+    label: str  # on the screen
+    limit: float
+    worst: float
+    words: str
+
+    def severity(self, value):
+        """Return 0 at the limit, 1 at the worst; below 0: nothing is off."""
+        return (value - self.limit) / (self.worst - self.limit)
+
+
+FRESHER = "lower --learning_rate, raise --batch_size, or have fewer environments"
+CHECKS = (
+    Check(
+        *("effective_sample_size", "ESS", MIN_EFFECTIVE_SAMPLE_SIZE, 0),
+        "a few transitions weigh for all, as the actors' policies are far from the learner's: "
+        + FRESHER,
+    ),
+    Check(
+        *("behavior_target_kl", "KL", MAX_KL, 1),
+        f"the actors' policies are far from the learner's: {FRESHER}",
+    ),
+    Check(
+        *("policy_lag_max", "lag", MAX_POLICY_LAG, 10 * MAX_POLICY_LAG),
+        "some rollouts were made with a policy that is that many updates old: look for an actor or "
+        "a server that is slow or was stopped; else raise --batch_size or have fewer environments",
+    ),
+    Check(
+        *("entropy_share", "entropy", MIN_ENTROPY_SHARE, 0),
+        "the policy hardly explores any more: if it has not learned yet, raise --entropy_cost",
+    ),
+    Check(
+        *("explained_variance", "baseline", MIN_EXPLAINED_VARIANCE, -1),
+        "the baseline foretells returns worse than a constant would: unless there are too few "
+        "rewards yet to learn it from, raise --baseline_cost or lower --learning_rate",
+    ),
+    Check(
+        *("clipped_updates", "clipped", MAX_CLIPPED_UPDATES, 1),
+        "the length of nearly every step is that of the clipping, not of the gradient: raise "
+        "--grad_norm_clipping, or make the loss smaller (rewards, --batch_size, --unroll_length)",
+    ),
+)
+
+
+@torch.no_grad()
+def from_logits(behavior_policy_logits, target_policy_logits, targets, values, mask):
+    """Return the figures of a batch whose policies are softmaxes.
+
+    Args:
+      behavior_policy_logits: [T, B, A], of the policy that acted.
+      target_policy_logits: [T, B, A], of the policy that learns.
+      targets: what vtrace.from_logits has returned for the batch.
+      values, mask: as of `from_importance_weights`.
+    """
+    behavior = F.log_softmax(behavior_policy_logits, dim=-1)
+    target = F.log_softmax(target_policy_logits, dim=-1)
+    # Zero for actions that are never taken; there the difference may be none.
+    kl = torch.where(behavior > -math.inf, behavior.exp() * (behavior - target), 0).sum(-1)
+    entropy = torch.special.entr(target.exp()).sum(-1)
+    num_actions = target.shape[-1]
+    entropy_share = entropy / math.log(num_actions) if num_actions > 1 else entropy + 1
+    return from_importance_weights(
+        targets.log_rhos, targets.vs, values, mask, kl=kl, entropy_share=entropy_share
+    )
+
+
+@torch.no_grad()
+def from_importance_weights(log_rhos, vs, values, mask, kl=None, entropy_share=None):
+    """Return the figures of a batch as a dict of tensors with one number each, on its device.
+
+    They are finite whatever is in the batch: whether an update is any good is for its loss to say.
+
+    Args:
+      log_rhos: [T, B, ...], log(target / behavior) of the action taken.
+      vs: [T, B, ...], the targets of the baseline.
+      values: [T, B, ...], the baseline.
+      mask: [T, B, ...] booleans, false where a transition is none.
+      kl: [T, B, ...], divergences from behavior to target policy; without them they are estimated
+        from the actions taken, as the mean of rho - 1 - log rho, which has the same expectation.
+      entropy_share: [T, B, ...], entropies as shares of the largest one; without them the figure is
+        left out.
+    """
+    if kl is None:
+        kl = torch.expm1(log_rhos) - log_rhos
+    rows = {"log_rho": log_rhos, "vs": vs, "error": vs - values, "kl": kl}
+    if entropy_share is not None:
+        rows["entropy_share"] = entropy_share
+    mask = mask.flatten()
+    num_steps = mask.sum().clamp(min=1)
+    # In double precision, in which no square of a float overflows; all rows in one go, since on a
+    # GPU each operation costs as much as another, however small.
+    x = torch.stack([row.flatten() for row in rows.values()]).double()
+    x = torch.where(mask, x.nan_to_num(0, 1e30, -1e30), 0)
+    means = x.sum(1) / num_steps
+    variances = torch.where(mask, x - means[:, None], 0).square().sum(1) / num_steps
+    mean = dict(zip(rows, means, strict=True))
+    variance = dict(zip(rows, variances, strict=True))
+
+    # Softmax, since what the weights are divided by does not matter, and they may overflow.
+    weights = torch.where(mask, x[0], -1e300).softmax(0)
+    unexplained = variance["error"] / variance["vs"].clamp(min=torch.finfo(x.dtype).tiny)
+    figures = {
+        "clipped_rhos": (x[0] > 0).sum() / num_steps,
+        "effective_sample_size": (1 / (weights.square().sum() * num_steps)).clamp(max=1),
+        "log_rho_mean": mean["log_rho"],
+        "log_rho_std": variance["log_rho"].sqrt(),
+        "behavior_target_kl": mean["kl"],
+        "explained_variance": (1 - unexplained).clamp(min=-1),
+    }
+    if entropy_share is not None:
+        figures["entropy_share"] = mean["entropy_share"]
+    return figures
+
+
+class Checkup:
+    """Sees the figures of each update; at a tick, gives their means and says what is off.
+
+    What is off is logged in words once, when it has been so for PATIENCE ticks, and again when it
+    is well again; in between, its name and value stand on the status line. There is a dash as long
+    as there were less than WARM_UP updates.
+
+    Args:
+      grad_norm_clipping: the norm beyond which gradients are clipped.
+    """
+
+    def __init__(self, grad_norm_clipping):
+        self._grad_norm_clipping = grad_norm_clipping
+        self._updates = []  # figures of those since the last tick
+        self._num_updates = 0  # before them
+        self._off = set()  # names
+        self._contrary = {}  # for how many ticks in a row a name has not been as `_off` says
+        self._text = "-"
+
+    def add(self, figures):
+        """Count an update by its figures, floats by name; not one that is skipped."""
+        if all(map(math.isfinite, figures.values())):
+            update = {name: figures[name] for name in NAMES if name in figures}
+            clipped = figures["grad_norm"] > self._grad_norm_clipping
+            self._updates.append(update | {"clipped_updates": float(clipped)})
+
+    def means(self):
+        """Return means over the updates since the last call by name; nothing if there are none."""
+        updates, self._updates = self._updates, []
+        self._num_updates += len(updates)
+        if not updates:
+            return {}
+        return {name: math.fsum(u[name] for u in updates) / len(updates) for name in updates[0]}
+
+    def text(self, figures):
+        """Return a few characters for the status line, and log what has come or gone.
+
+        Args:
+          figures: of the tick, `means` among them; numbers by name, or None. What is not there is
+            not looked at.
+        """
+        if "clipped_updates" not in figures or self._num_updates < WARM_UP:
+            return self._text  # as there was no update, or none that says anything
+        values = {c: figures[c.name] for c in CHECKS if figures.get(c.name) is not None}
+        for check, value in values.items():
+            is_off = check.severity(value) > 0
+            contrary = self._contrary.get(check.name, 0) + 1
+            if is_off == (check.name in self._off):
+                contrary = 0
+            if contrary == PATIENCE:
+                contrary = 0
+                self._off ^= {check.name}
+                if is_off:
+                    logging.warning("Health: %s is %.3g: %s", check.name, value, check.words)
+                else:
+                    logging.info("Health: %s is well again: %.3g", check.name, value)
+            self._contrary[check.name] = contrary
+        off = {c.severity(value): (c, value) for c, value in values.items() if c.name in self._off}
+        if off:
+            check, value = off[max(off)]
+        self._text = f"{check.label} {value:.3g}" if off else "ok"
+        return self._text
