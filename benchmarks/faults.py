@@ -461,8 +461,8 @@ class Campaign:
                     self.growth.append(after["own_mb"] - figures["own_mb"])
             send(self.learner.pid, signal.SIGCONT)
 
-        # Servers ask a silent learner after 10 s, and give it up after another 10.
-        fault.has_to_be_named = self.poly and fault.seconds > 25
+        # Servers give a silent learner up after 20 s.
+        fault.has_to_be_named = self.poly and fault.seconds > 30
         self.undo_later(fault, undo)
 
     def do_in_environment(self, fault):
