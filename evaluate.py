@@ -71,7 +71,11 @@ def test(flags, create_env, Net):
       create_env, Net: the program's function and class.
 
     Returns:
-      What `summarize` does.
+      What `summarize` does, the checkpoint's step, and the protocol in words.
+
+    Raises:
+      FlagError: there is no such checkpoint, it does not fit, or the flags do not.
+      EnvError: an environment failed.
     """
     if flags.evaluator:
         threading.Thread(target=end_with_stdin, daemon=True).start()
