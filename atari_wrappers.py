@@ -218,6 +218,7 @@ class FrameSkip(gym.Wrapper):
         if skip < 1:
             raise ValueError(f"frame_skip should be 1 or more, not {skip}")
         self.skip = skip
+        self.metadata = env.metadata | {"render_fps": 60 / skip}  # the console's real speed
         self.max_pool = max_pool and skip > 1
         self._read = _reader(env)
         self._ale = env.unwrapped.ale

@@ -117,6 +117,7 @@ def run_trial(flags, parser, stop):
     with tempfile.TemporaryDirectory(prefix="tune-", ignore_cleanup_errors=True) as folder:
         own = {"savedir": folder, "xpid": "trial", "total_steps": 10**12, "autotune": False}
         own |= {"disable_checkpoint": True, "write_profiler_trace": False, "wandb": False}
+        own |= {"eval_interval": 0}
         words = experiment.command_words(parser, argparse.Namespace(**vars(flags) | own))
         path = pathlib.Path(folder, "output")
         with open(path, "w") as output:

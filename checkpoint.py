@@ -18,6 +18,7 @@ import torch
 CALL_FLAGS = (
     *("mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "num_buffers"),
     *("pipes_basename", "write_profiler_trace", "autotune", "best"),
+    *("record_video", "evaluator", "render_mode"),
     # Nor shall a checkpoint that came from elsewhere choose which secret is sent to its servers.
     *("auth_token_file", "tls_cert", "tls_key", "tls_ca"),
 )
@@ -42,6 +43,24 @@ def pack(flags, model, optimizer, scheduler, stats):
         "time": time.time(),
         "stats": stats,
         "random_states": random_states(),
+        "flags": vars(flags),
+        "net": type(model).__name__,
+    }
+
+
+def pack_weights(flags, model, step):
+    """Return a checkpoint that can be tested, not gone on from; the weights are copies."""
+    weights = {
+        name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()
+    }
+    return {
+        "model_state_dict": weights,
+        "optimizer_state_dict": {},
+        "scheduler_state_dict": {},
+        "step": step,
+        "time": time.time(),
+        "stats": {"step": step},
+        "random_states": {},
         "flags": vars(flags),
         "net": type(model).__name__,
     }

@@ -8,6 +8,7 @@
     best.tar    that with the highest mean return of the last 100 games
     events.*    the same figures as logs.csv, for TensorBoard
     wandb/      the same for Weights & Biases, with --wandb
+    .eval/      what evaluator.py evaluates, with --eval_interval; gone at the end
 
 `latest` beside the runs' folders is a link to the newest one. None of them is ever torn, and a full
 disk does not end a run: the log tells what is missing, whole_files.py sees to it.

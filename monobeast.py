@@ -46,6 +46,7 @@ import atari_wrappers
 import autotune
 import checkpoint
 import evaluate
+import evaluator
 import experiment
 import health
 import vtrace
@@ -89,11 +90,6 @@ run.add_argument("--stall_timeout_s", default=60, type=float,
                  help="Seconds of silence after which the log tells of an actor, environment "
                  "server or thread, with its stack; an actor or server is killed and replaced "
                  "after five times as long.")
-run.add_argument("--num_episodes", default=10, type=int, help="Whole games that a test plays.")
-run.add_argument("--greedy", action="store_true",
-                 help="In a test, take the most probable action instead of sampling.")
-run.add_argument("--best", action="store_true", help="Test the checkpoint with the highest mean "
-                 "return of the last 100 games instead of the newest.")
 
 training = parser.add_argument_group("training")
 training.add_argument("--total_steps", default=5_000_000, type=int,
@@ -125,6 +121,7 @@ optimizer.add_argument("--epsilon", default=0.01, type=float, help="Added to tha
 optimizer.add_argument("--grad_norm_clipping", default=40.0, type=float,
                        help="Largest norm of the gradient of the loss, a sum over the batch.")
 
+evaluate.add_flags(parser)
 atari_wrappers.add_flags(parser)
 parser.set_defaults(program="monobeast.py")  # whose checkpoints are not for the other one
 # fmt: on
@@ -136,8 +133,7 @@ def create_env(flags):
     """Return one environment with a Discrete action space."""
     if flags.mode != "train":
         flags = argparse.Namespace(**vars(flags) | {"episodic_life": False})  # whole games
-    render_mode = "human" if flags.mode == "test_render" else None
-    return atari_wrappers.create_atari(flags, render_mode)
+    return atari_wrappers.create_atari(flags, flags.render_mode)
 
 
 def create_environments(flags, num_envs, seed, name):
@@ -471,6 +467,7 @@ def check_flags(flags):
             f"--envs_per_actor = {flags.num_actors} x {flags.envs_per_actor} buffers at once, and "
             f"the learner takes --batch_size = {flags.batch_size} more: give it at least {least}"
         )
+    evaluate.check_flags(flags)
     if flags.seed is not None and flags.seed < 0:
         raise experiment.FlagError(f"--seed is {flags.seed}; it must not be negative")
     if flags.seed is None:
@@ -602,6 +599,7 @@ def train(flags):
             actor_wait=actors.seconds_waited() / flags.num_actors,
         )
         latest["skipped_updates"] = stats["skipped_updates"]
+        latest |= evaluations.tick(lock, model, stats)
         latest["full_buffers"] = actors.num_full()
         latest["actor_restarts"] = actors.num_restarts
         show = {key: experiment.show_number(value) for key, value in latest.items()}
@@ -633,6 +631,7 @@ def train(flags):
             heartbeats, flags.stall_timeout_s,
         )  # fmt: skip
         watchdog = Watchdog(flags.stall_timeout_s, actors.silences)
+        evaluations = evaluator.Evaluator(flags, first_step)
         print_stacks_on_signal(actors.pids)
         try:
             for thread in threads:
@@ -649,6 +648,7 @@ def train(flags):
                 if thread.ident is not None:
                     thread.join()
             watchdog.close()
+            evaluations.close()
         log()
         if signals:
             run_folder.status = f"stopped by {signal.Signals(signals[0]).name}"

@@ -32,7 +32,7 @@ RETURNS = {
 NOT_SETTINGS = {
     *("seed", "xpid", "savedir", "mode", "disable_checkpoint", "num_episodes", "greedy"),
     *("autotune", "eval_interval", "record_video", "wandb", "write_profiler_trace"),
-    *("pipes_basename", "server_addresses"),
+    *("pipes_basename", "server_addresses", "num_test_envs"),
 }
 COLORS = ["#0072b2", "#d55e00", "#008060", "#b0478f", "#a87900", "#6b5b50"]  # as in plot.html
 DASHES = ["", "6 3", "2 2"]  # of the first six curves, of the next six, ...

@@ -45,6 +45,7 @@ import autotune
 import checkpoint
 import credentials
 import evaluate
+import evaluator
 import experiment
 import health
 import libtorchbeast
@@ -98,11 +99,6 @@ run.add_argument("--stall_timeout_s", default=60, type=float,
                  help="Seconds of silence after which the log tells of an actor, environment "
                  "server or thread, with its stack; an actor or server is killed and replaced "
                  "after five times as long.")
-run.add_argument("--num_episodes", default=10, type=int, help="Whole games that a test plays.")
-run.add_argument("--greedy", action="store_true",
-                 help="In a test, take the most probable action instead of sampling.")
-run.add_argument("--best", action="store_true", help="Test the checkpoint with the highest mean "
-                 "return of the last 100 games instead of the newest.")
 
 training = parser.add_argument_group("training")
 training.add_argument("--total_steps", default=5_000_000, type=int,
@@ -152,6 +148,7 @@ optimizer.add_argument("--epsilon", default=0.01, type=float, help="Added to tha
 optimizer.add_argument("--grad_norm_clipping", default=40.0, type=float,
                        help="Largest norm of the gradient of the loss, a sum over the batch.")
 
+evaluate.add_flags(parser)
 atari_wrappers.add_flags(parser)
 parser.set_defaults(program="polybeast.py")  # whose checkpoints are not for the other one
 # fmt: on
@@ -446,6 +443,7 @@ def check_flags(flags):
         check_servers(flags)
     except ValueError as error:
         raise experiment.FlagError(error) from None
+    evaluate.check_flags(flags)
     if flags.seed is not None and flags.seed < 0:
         raise experiment.FlagError(f"--seed is {flags.seed}; it must not be negative")
     if flags.seed is None:
@@ -638,6 +636,7 @@ def train_on(flags, addresses, local):
         sizes, batch_sizes[:] = list(batch_sizes), []
         latest["inference_batch_size"] = experiment.mean(sizes)
         latest["skipped_updates"] = stats["skipped_updates"]
+        latest |= evaluations.tick(lock, model, stats)
         latest["learner_queue_size"] = learner_queue.size()
         latest["connected_actors"] = actors.num_connected()
         latest["reconnects"] = actors.num_reconnects()
@@ -677,6 +676,7 @@ def train_on(flags, addresses, local):
             step_timeout_s=ANSWER_TIMEOUT, **credentials.load(access),
         )  # fmt: skip
         watchdog = Watchdog(flags.stall_timeout_s, silences)
+        evaluations = evaluator.Evaluator(flags, first_step)
         print_stacks_on_signal(lambda: [] if local is None else [local.process.pid])
         try:
             for function, name, count in (
@@ -705,6 +705,7 @@ def train_on(flags, addresses, local):
             for thread in threads:
                 thread.join()
             watchdog.close()
+            evaluations.close()
         log()
         if signals:
             run_folder.status = f"stopped by {signal.Signals(signals[0]).name}"

@@ -75,10 +75,9 @@ atari_wrappers.add_flags(parser)
 
 def create_env(flags):
     """Return one environment with a Discrete action space."""
-    mode = getattr(flags, "mode", "train")  # polybeast.py tests with this one, too
-    if mode != "train":
+    if getattr(flags, "mode", "train") != "train":  # polybeast.py tests with this one, too
         flags = argparse.Namespace(**vars(flags) | {"episodic_life": False})  # whole games
-    return atari_wrappers.create_atari(flags, "human" if mode == "test_render" else None)
+    return atari_wrappers.create_atari(flags, getattr(flags, "render_mode", None))
 
 
 def create_environments(flags, num_envs, seed, name):

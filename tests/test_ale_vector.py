@@ -538,7 +538,7 @@ def test_monobeast_trains_on_it_and_plays_tests_with_the_wrappers(tmp_path):
     check_run(tmp_path, status, output)
     words = "--mode test --num_episodes 1 --noop_max 5 --xpid run --savedir"
     status, output = run(script, words, tmp_path)
-    assert status == 0 and "1 games: mean return" in output, output
+    assert status == 0 and "1 game: mean return" in output, output
 
 
 def test_polybeast_trains_on_it(tmp_path):

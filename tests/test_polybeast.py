@@ -203,7 +203,7 @@ def test_mode_test_plays_the_latest_run_by_default(learned):
     assert status == 0, output
     returns = [float(r) for r in re.findall(r"^game \d+: return (\S+) in 9 steps", output, re.M)]
     assert len(returns) == 10
-    assert f"10 games: mean return {np.mean(returns):.2f} +- " in output
+    assert f"10 games: mean return {np.mean(returns):.2f}, 95 % confidence" in output
     assert "sampling" in output and "Catch" in output and "at step 100," in output
     assert "serving on" not in output  # it needs no server
     assert np.mean(returns) > 0.5
