@@ -294,7 +294,9 @@ Stream good_stream(Random& random, int64_t num_envs) {
     if (!decode(*observation).empty()) break;
     observation->Clear();
   }
-  if (one_in(8, random)) choose_array(num_envs, random, step.mutable_last_action_array());
+  if (stack_size == 0 && one_in(4, random)) {
+    choose_array(num_envs, random, step.mutable_last_action_array());
+  }
   for (uint64_t num_rows = 1 + random() % 6; num_rows > 0; --num_rows) {
     const bool is_first = stream.messages.empty();
     step.clear_handshake();
