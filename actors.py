@@ -103,17 +103,25 @@ class Actors:
       heartbeats: tensor [num_actors] in shared memory, of time.monotonic(): when an actor last did
         something. While one waits for buffers, that does not matter.
       stall_timeout_s: PATIENCE times as long may an actor be silent.
+      lock_step: each actor has buffers of its own, and gives as many to each batch: always the same
+        ones to the same places. Else whoever is the first gets, and gives, the next ones.
     """
 
-    def __init__(self, start, num_actors, envs_per_actor, num_buffers, heartbeats, stall_timeout_s):
+    def __init__(
+        self, start, num_actors, envs_per_actor, num_buffers, heartbeats, stall_timeout_s,
+        lock_step=False,
+    ):  # fmt: skip
         self._start = start
         self._envs_per_actor = envs_per_actor
         self._heartbeats = heartbeats.numpy()
         self._patience = PATIENCE * stall_timeout_s
         self._closing = threading.Lock()  # held by who ends the processes
         self._condition = threading.Condition()  # guards what follows
-        self._free = deque(range(num_buffers))
-        self._full = deque()
+        # One queue of either kind for all actors, or one for each.
+        self._num_queues = num_actors if lock_step else 1
+        self._free = [deque() for _ in range(self._num_queues)]
+        self._full = [deque() for _ in range(self._num_queues)]
+        self._put_back(range(num_buffers))
         self._waiting = {}  # actors that wait for free buffers, in turn; since when
         self._seconds_waited = 0.0
         self._held = [[] for _ in range(num_actors)]
@@ -135,20 +143,21 @@ class Actors:
 
     def take(self, count):
         """Wait for `count` full buffers and return their indices; None once closed."""
+        share = count // self._num_queues
         with self._condition:
-            self._condition.wait_for(lambda: self._closed or len(self._full) >= count)
+            self._condition.wait_for(lambda: self._closed or min(map(len, self._full)) >= share)
             if self._closed:
                 return None
-            return [self._full.popleft() for _ in range(count)]
+            return [queue.popleft() for queue in self._full for _ in range(share)]
 
     def release(self, indices):
         """Give buffers that were taken back to the actors."""
         with self._condition:
-            self._free.extend(indices)
+            self._put_back(indices)
             self._hand_out()
 
     def num_full(self):
-        return len(self._full)
+        return sum(map(len, self._full))
 
     def seconds_waited(self):
         """Return how long actors have waited for free buffers, all of them together."""
@@ -203,11 +212,18 @@ class Actors:
             for process in filter(None, self._processes):
                 end_process(process, deadline - time.monotonic())
 
+    def _put_back(self, indices):  # requires the condition's lock
+        share = len(indices) // self._num_queues
+        for i, queue in enumerate(self._free):
+            queue.extend(indices[i * share : (i + 1) * share])
+
     def _hand_out(self):  # requires the condition's lock
-        while self._waiting and len(self._free) >= self._envs_per_actor and not self._closed:
-            actor = next(iter(self._waiting))
+        for actor in list(self._waiting):
+            free = self._free[actor % self._num_queues]
+            if len(free) < self._envs_per_actor or self._closed:
+                continue
             self._end_wait(actor)
-            self._held[actor] = [self._free.popleft() for _ in range(self._envs_per_actor)]
+            self._held[actor] = [free.popleft() for _ in range(self._envs_per_actor)]
             try:
                 self._pipes[actor].send(self._held[actor])
             except OSError:
@@ -269,7 +285,7 @@ class Actors:
                 if self._num_rollouts[actor] == MIN_ROLLOUTS:
                     self._deaths_in_a_row[actor] = 0
                 with self._condition:
-                    self._full.extend(content)
+                    self._full[actor % self._num_queues].extend(content)
                     self._held[actor] = []
                     self._waiting[actor] = time.monotonic()
                     self._hand_out()
@@ -285,7 +301,8 @@ class Actors:
         with self._condition:
             self._pipes[actor].close()
             self._processes[actor] = self._pipes[actor] = None
-            self._free.extend(self._held[actor])
+            # In front, where its successor has to go on.
+            self._free[actor % self._num_queues].extendleft(reversed(self._held[actor]))
             self._held[actor] = []
             self._end_wait(actor)
         cause, self._tracebacks[actor] = self._tracebacks[actor], None

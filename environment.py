@@ -13,7 +13,8 @@ A row is a dict of arrays with leading dimension N, one entry per environment:
     game_done       [N] bool         a new game begins here; differs from done where a lost life
     game_return     [N] float32        ends an episode but not the game
     game_step       [N] int32
-    last_action     [N] int64        the action that led here; 0 in the very first row
+    last_action     [N] int64        the action that led here; 0 in the very first row. Of a
+                                       MultiDiscrete space [N, k] int64, of a Box [N, k] float32
 
 An episode that terminates resets within the step: its last reward comes together with the next
 episode's first observation. One that is truncated takes an extra row, so that V-trace can
@@ -55,6 +56,45 @@ def empty_observation(space, num_envs):
             "wrap the environment so that it is a Box, or a Dict or Tuple of them"
         )
     return np.zeros((num_envs, *space.shape), space.dtype)
+
+
+def count_actions(space):
+    """Return what a net needs to know of an action space.
+
+    Of Discrete, the number of actions; of MultiDiscrete, a tuple of the numbers of its k parts; of
+    a Box, the number k of its parts.
+    """
+    if isinstance(space, gym.spaces.Discrete):
+        return int(space.n)
+    if isinstance(space, gym.spaces.MultiDiscrete) and len(space.shape) == 1:
+        return tuple(space.nvec.tolist())
+    if isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.dtype.kind == "f":
+        return space.shape[0]
+    raise EnvError(
+        f"the action space is {space}; only Discrete, and MultiDiscrete and Box (of floats) of one "
+        "dimension are supported, so wrap the environment to have one of these"
+    )
+
+
+def empty_actions(space, num_envs):
+    """Return zeros that hold a batch of actions of `space`, as agents choose them.
+
+    Those of Discrete and MultiDiscrete are int64, [num_envs] and [num_envs, k], and count from 0
+    wherever the space starts; those of a Box are float32, [num_envs, k].
+    """
+    dtype = np.float32 if isinstance(space, gym.spaces.Box) else np.int64
+    return np.zeros((num_envs, *space.shape), dtype)
+
+
+def _action_range(space):
+    """Return the least and the largest action, each a number or [k], as agents choose them."""
+    if isinstance(space, gym.spaces.Discrete):
+        return 0, int(space.n) - 1
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return np.zeros_like(space.nvec), space.nvec - 1
+    # Not infinite, since actions may not be.
+    largest = np.finfo(np.float32).max
+    return tuple(np.clip(b, -largest, largest).astype(np.float32) for b in (space.low, space.high))
 
 
 def space_to_dict(space):
@@ -137,8 +177,13 @@ class Environments:
             self.close()
             raise
         self.observation_space = self.envs[0].observation_space
-        self.num_actions = int(self.envs[0].action_space.n)
-        self._first_action = int(self.envs[0].action_space.start)
+        action_space = self.envs[0].action_space
+        self.num_actions = count_actions(action_space)
+        self._action_range = _action_range(action_space)
+        # What an environment's own actions count from.
+        self._first_action = getattr(action_space, "start", np.zeros((), action_space.dtype))
+        if isinstance(action_space, gym.spaces.Discrete):
+            self._first_action = int(self._first_action)
         self.row = {
             "frame": empty_observation(self.observation_space, num_envs),
             "reward": np.zeros(num_envs, np.float32),
@@ -150,7 +195,7 @@ class Environments:
             "game_done": np.ones(num_envs, bool),
             "game_return": np.zeros(num_envs, np.float32),
             "game_step": np.zeros(num_envs, np.int32),
-            "last_action": np.zeros(num_envs, np.int64),
+            "last_action": empty_actions(action_space, num_envs),
         }
         # Kept in double precision, in which sums of float32 rewards stay exact for long.
         self._episode = [_Totals() for _ in range(num_envs)]
@@ -180,12 +225,18 @@ class Environments:
         return self.row
 
     def step(self, actions):
-        """Take `actions` ([N] ints in 0..num_actions - 1) and return the next row.
+        """Take `actions` and return the next row.
+
+        Args:
+          actions: like the row's last_action. Of Discrete, [N] ints in 0..num_actions - 1; of
+            MultiDiscrete, [N, k] ints likewise; of a Box, [N, k] floats within its bounds.
 
         Raises:
-          EnvError: an environment raised, or returned what its spaces do not allow.
+          EnvError: an action is none of its space; or an environment raised, or returned what its
+            spaces do not allow.
         """
-        for i, action in enumerate(actions.tolist()):
+        self._check_actions(actions)
+        for i, action in enumerate(actions.tolist() if actions.ndim == 1 else actions):
             self._step(i, action)
         return self.row
 
@@ -193,6 +244,27 @@ class Environments:
         for env in self.envs:
             env.close()
         self.envs = []
+
+    def _check_actions(self, actions):
+        likeness = self.row["last_action"]
+        if actions.shape != likeness.shape or not np.can_cast(
+            actions.dtype, likeness.dtype, "same_kind"
+        ):
+            raise EnvError(
+                f"{self.name}: the actions are {actions.dtype}{list(actions.shape)}, but those of "
+                f"{self.num_envs} environments with the action space {self.envs[0].action_space} "
+                f"are {likeness.dtype}{list(likeness.shape)}"
+            )
+        least, largest = self._action_range
+        allowed = (least <= actions) & (actions <= largest)  # false for NaN
+        if allowed.all():
+            return
+        for i in range(self.num_envs):
+            if not allowed[i].all() and not self._truncated[i]:  # else it is ignored
+                self._steps[i] += 1
+                raise self._error(
+                    i, f"the action is {actions[i]}; it must be from {least} to {largest}"
+                )
 
     def _step(self, i, action):
         row, episode, game = self.row, self._episode[i], self._game[i]
@@ -206,10 +278,6 @@ class Environments:
             return
 
         self._steps[i] += 1
-        if not 0 <= action < self.num_actions:
-            raise self._error(
-                i, f"the action is {action}; it must be from 0 to {self.num_actions - 1}"
-            )
         try:
             observation, reward, terminated, truncated, info = self.envs[i].step(
                 action + self._first_action
@@ -292,11 +360,10 @@ class Environments:
 
     def _check_spaces(self):
         first = self.envs[0]
-        if not isinstance(first.action_space, gym.spaces.Discrete):
-            raise EnvError(
-                f"{self.name}: the action space is {first.action_space}; only Discrete is "
-                "supported, so wrap the environment to have one"
-            )
+        try:
+            count_actions(first.action_space)
+        except EnvError as error:
+            raise EnvError(f"{self.name}: {error}") from None
         for i, env in enumerate(self.envs):
             if (env.observation_space, env.action_space) != (
                 first.observation_space,

@@ -443,6 +443,30 @@ def choose_precision(flags, model_class, devices):
         logging.warning("--precision bf16 is slower than fp32 on this machine, which emulates it")
 
 
+def check_lock_step(flags, num_envs):
+    """Refuse what --deterministic does not go with.
+
+    Args:
+      num_envs: of all actors together.
+    """
+    wanted = {"batch_size": num_envs, "num_learner_threads": 1, "num_inference_threads": 1}
+    for name, value in wanted.items():
+        if getattr(flags, name, value) != value:
+            raise FlagError(
+                f"--{name} is {getattr(flags, name)}, but --deterministic makes each batch of one "
+                f"rollout of each of the {num_envs} environments, one after the other: give "
+                f"--{name} {value}"
+            )
+    if flags.autotune:
+        raise FlagError("--autotune goes by the time that things take, --deterministic by none")
+
+
+def make_deterministic():
+    """Have PyTorch compute the same from the same; what cannot raises RuntimeError."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
+    torch.use_deterministic_algorithms(True)
+
+
 def seed_generators(seed):
     """Seed all generators of this process from a sequence of ints."""
     words = np.random.SeedSequence(seed).generate_state(3)

@@ -74,6 +74,9 @@ run.add_argument("--xpid", help="Name of the run; one that has a checkpoint is r
 run.add_argument("--savedir", default="~/logs/torchbeast", help="Folder of all runs.")
 run.add_argument("--seed", type=int, help="Seed of environments, model and action sampling. "
                  "By default a random one, which meta.json tells.")
+run.add_argument("--deterministic", action="store_true",
+                 help="Have actors and learner go in lock step, policies always one update behind, "
+                 "so that runs with one --seed on one machine are the same (and slower).")
 run.add_argument("--checkpoint_interval_s", default=600, type=float,
                  help="Seconds from one checkpoint to the next: the most that a kill can cost.")
 run.add_argument("--wandb", action="store_true",
@@ -127,6 +130,7 @@ parser.set_defaults(program="monobeast.py")  # whose checkpoints are not for the
 # fmt: on
 
 LOG_INTERVAL = 5  # seconds
+LOG_UPDATES = 50  # in its place with --deterministic, where time must not count
 
 
 def create_env(flags):
@@ -352,11 +356,16 @@ class PublishedWeights:
         self._slots[version % 2] = self._flatten(model)
         self._version[0] = version
 
-    def load_into(self, model):
-        """Copy the newest weights into `model` and return their version."""
-        version = None
-        while version != self.version:
-            version = self.version
+    def load_into(self, model, version=None):
+        """Copy weights into `model` and return their version: the newest, or what is asked for.
+
+        A version asked for must be one of the newest two, and the next one not be published yet.
+        """
+        if version is None:
+            while version != self.version:
+                version = self.version
+                weights = self._slots[version % 2].clone()
+        else:
             weights = self._slots[version % 2].clone()
         tensors = model.state_dict().values()
         parts = weights.split([t.numel() * t.element_size() for t in tensors])
@@ -390,7 +399,9 @@ def act(flags, actor, seed, pipe, buffers, weights, heartbeats):
         pipe.send(("full", []))  # nothing yet, but ready for the first free buffers
         while True:
             indices = np.array(pipe.recv())  # [N]
-            buffers["policy_version"][indices] = weights.load_into(model)
+            # In lock step the learner may be quicker to publish than we are to read.
+            wanted = int(buffers["policy_version"][indices[0]]) if flags.deterministic else None
+            buffers["policy_version"][indices] = weights.load_into(model, wanted)
             buffers["actor"][indices] = actor
             for i, index in enumerate(indices):
                 for buffer, state in zip(buffers["initial_agent_state"], agent_state, strict=True):
@@ -458,9 +469,12 @@ def check_flags(flags):
                  "num_learner_threads", "stall_timeout_s", "checkpoint_interval_s"):  # fmt: skip
         if not getattr(flags, name) > 0:
             raise experiment.FlagError(f"--{name} is {getattr(flags, name)}; it must be positive")
-    least = flags.num_actors * flags.envs_per_actor + flags.batch_size
+    num_envs = flags.num_actors * flags.envs_per_actor
+    if flags.deterministic:
+        experiment.check_lock_step(flags, num_envs)
+    least = num_envs + flags.batch_size
     if flags.num_buffers is None:
-        flags.num_buffers = least + flags.batch_size
+        flags.num_buffers = least if flags.deterministic else least + flags.batch_size
     if flags.num_buffers < least:
         raise experiment.FlagError(
             f"--num_buffers is {flags.num_buffers}, but the actors fill --num_actors x "
@@ -468,6 +482,11 @@ def check_flags(flags):
             f"the learner takes --batch_size = {flags.batch_size} more: give it at least {least}"
         )
     evaluate.check_flags(flags)
+    if flags.deterministic and flags.num_buffers != least:
+        raise experiment.FlagError(
+            f"--num_buffers is {flags.num_buffers}, but with --deterministic actors fill as many "
+            f"as the learner has: give it {least}, or leave it out"
+        )
     if flags.seed is not None and flags.seed < 0:
         raise experiment.FlagError(f"--seed is {flags.seed}; it must not be negative")
     if flags.seed is None:
@@ -485,6 +504,8 @@ def tuned_flags(flags):
 def train(flags):
     check_flags(flags)
     experiment.keep_freed_memory()
+    if flags.deterministic:
+        experiment.make_deterministic()
     experiment.seed_generators([flags.seed, 0])
     T, B = flags.unroll_length, flags.batch_size
     device = get_device(flags)
@@ -562,7 +583,8 @@ def train(flags):
                 )
                 versions = buffers["policy_version"][indices]
                 origin = {"actors": buffers["actor"][indices].tolist()}
-                actors.release(indices)
+                if not flags.deterministic:
+                    actors.release(indices)
                 # Row 0 was counted when it was the last row of the rollout before.
                 done, game_done = batch["done"][1:], batch["game_done"][1:]
                 episode_returns = batch["episode_return"][1:][done].tolist()
@@ -579,6 +601,11 @@ def train(flags):
                     scheduler.step()
                     stats["episode_returns"] = (stats["episode_returns"] + episode_returns)[-100:]
                     stats["game_returns"] = (stats["game_returns"] + game_returns)[-100:]
+                if flags.deterministic:  # who acts is told by which policy
+                    buffers["policy_version"][indices] = weights.version
+                    actors.release(indices)
+                    if weights.version % LOG_UPDATES == 0:
+                        log()
         except BaseException as error:
             errors.append(error)
         finally:
@@ -626,9 +653,10 @@ def train(flags):
         first_step = stats["step"]
         run_folder.start_logs(first_step)
         weights.publish(model)
+        buffers["policy_version"].fill_(weights.version)
         actors = Actors(
             start_actor, flags.num_actors, flags.envs_per_actor, flags.num_buffers,
-            heartbeats, flags.stall_timeout_s,
+            heartbeats, flags.stall_timeout_s, lock_step=flags.deterministic,
         )  # fmt: skip
         watchdog = Watchdog(flags.stall_timeout_s, actors.silences)
         evaluations = evaluator.Evaluator(flags, first_step)
@@ -639,7 +667,8 @@ def train(flags):
             interval = min(LOG_INTERVAL, flags.checkpoint_interval_s)
             while not stop.wait(interval):
                 watchdog.beat("looks after the run")
-                log()
+                if not flags.deterministic:
+                    log()
                 if run_folder.checkpoint_is_due(within=interval):
                     run_folder.save_checkpoint(lock, model, optimizer, scheduler, stats)
         finally:

@@ -51,7 +51,7 @@ import health
 import libtorchbeast
 import polybeast_env
 import vtrace
-from environment import EnvError, empty_observation, map_nest
+from environment import EnvError, count_actions, empty_actions, empty_observation, map_nest
 from servers import (
     ANSWER_TIMEOUT,
     CONNECT_TIMEOUT,
@@ -416,7 +416,7 @@ def inference(flags, model, batcher, weights, device, batch_sizes):
                 version = weights.load_into(model)
                 torch.clear_autocast_cache()  # of the old weights
             agent_output, agent_state = to_float32(model(inputs, agent_state))
-            agent_output["policy_version"] = torch.full_like(agent_output["action"], version)
+            agent_output["policy_version"] = torch.full(inputs["reward"].shape, version)
             batch.set_outputs(map_nest(lambda x: x.cpu(), (agent_output, agent_state)))
             batch_sizes.append(inputs["reward"].shape[1])
 
@@ -494,16 +494,16 @@ def train_on(flags, addresses, local):
     # One environment will do to answer, if we are to say how many there shall be.
     access = flags if local is None else None  # servers of ours are nobody else's
     handshake = query_servers(addresses, flags.envs_per_stream and 1, local, access)
-    observation_space, num_actions = read_spaces(handshake)
+    observation_space, action_space = read_spaces(handshake)
     N = flags.envs_per_stream or handshake["num_envs"]
     num_actors = flags.num_actors or len(addresses)
     max_queue_size = flags.max_learner_queue_size or B
-    model = Net(observation_space, num_actions, flags.use_lstm, flags.model)
+    model = Net(observation_space, count_actions(action_space), flags.use_lstm, flags.model)
     with torch.no_grad():  # one answer shows that net and environment go together
         frame = map_nest(torch.from_numpy, empty_observation(observation_space, 1))
         row = {"frame": map_nest(lambda x: x.unsqueeze(0), frame), "reward": torch.zeros(1, 1)}
         row |= {"done": torch.ones(1, 1, dtype=torch.bool)}
-        row |= {"last_action": torch.zeros(1, 1, dtype=torch.int64)}
+        row |= {"last_action": torch.from_numpy(empty_actions(action_space, 1)).unsqueeze(0)}
         model(row, model.initial_state(1))
     initial_agent_state = model.initial_state(1)
 

@@ -22,8 +22,6 @@ import tempfile
 import threading
 import time
 
-import gymnasium as gym
-
 import credentials
 import libtorchbeast
 from environment import EnvError, space_from_dict
@@ -224,7 +222,7 @@ def query_servers(addresses, num_envs, local=None, flags=None):
                 deadline = deadline or time.monotonic() + MAJORITY_TIMEOUT
             elif isinstance(answer, OSError):  # of which ours are, too
                 advice = ""
-                if isinstance(answer, TimeoutError) and process is None:
+                if isinstance(answer, TimeoutError) and local is None:
                     advice = "; start polybeast_env.py there, or correct --server_addresses"
                 seconds = time.monotonic() - start
                 logging.warning(
@@ -245,18 +243,14 @@ def query_servers(addresses, num_envs, local=None, flags=None):
 
 
 def read_spaces(handshake):
-    """Return the observation space and the number of actions of which a handshake tells."""
+    """Return the observation space and the action space of which a handshake tells."""
     if not handshake["spaces"]:
         raise EnvError(
             "the environment servers do not tell the spaces, which the net is made from: serve the "
             "environment by create_env of polybeast_env.py"
         )
     spaces = {key: space_from_dict(d) for key, d in json.loads(handshake["spaces"]).items()}
-    if not isinstance(spaces["action"], gym.spaces.Discrete):
-        raise EnvError(
-            f"the servers' action space is {spaces['action']}; only Discrete is supported"
-        )
-    return spaces["observation"], int(spaces["action"].n)
+    return spaces["observation"], spaces["action"]
 
 
 def remove_socket(address):

@@ -149,7 +149,16 @@ void encode(const Nest<Array>& nest, rpcenv::Nest* message) {
 Nest<Array>::Dict decode_row(const rpcenv::Step& step, int64_t num_envs) {
   if (num_envs < 1) throw WireError("a row of " + std::to_string(num_envs) + " environments");
   Nest<Array>::Dict row;
+  if (step.has_last_action_array()) {
+    Array array = decode(step.last_action_array());
+    if (array.shape.empty() || array.shape[0] != num_envs) {
+      throw WireError("the last action is an array " + array.description() + ", but there are " +
+                      std::to_string(num_envs) + " environments");
+    }
+    row.emplace("last_action", std::move(array));
+  }
   for (const Field& field : kFields) {
+    if (row.count(field.key) > 0) continue;
     const std::string& data = (step.*field.data)();
     Array array = borrow(field.dtype, {num_envs}, data);
     if (data.size() != array.num_bytes()) {

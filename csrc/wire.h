@@ -37,7 +37,8 @@ void encode(const Array& array, rpcenv::Array* message);
 void encode(const Nest<Array>& nest, rpcenv::Nest* message);
 
 // A row by its keys, each an array [N, ...] as decode() returns them: the observation as `frame`,
-// and the fixed keys. With frames stacked on the other side, `frame` holds the newest alone.
+// and the fixed keys, of which last_action alone may be of any dtype and dimensions. With frames
+// stacked on the other side, `frame` holds the newest alone.
 //
 // Throws WireError also where an array has not N entries, where N is not positive, and where a
 // reward is not finite.

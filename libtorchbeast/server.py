@@ -178,7 +178,9 @@ class Server:
                 if self._plain:
                     environments.truncated_rows = truncated_rows
                 encoder = wire.RowEncoder(environments, newest_frame_only)
-                step = encoder.encode_first(environments.initial(), PROTOCOL_VERSION)
+                row = environments.initial()
+                step = encoder.encode_first(row, PROTOCOL_VERSION)
+                likeness = None if self._plain else row["last_action"]
             except BaseException:  # SystemExit, too, would leave the client waiting
                 self._busy_since[slot] = 0.0  # the client may be slow to read
                 yield _failure(name)
@@ -187,7 +189,7 @@ class Server:
             yield step
             for request in requests:
                 try:
-                    actions = wire.decode_actions(request, environments.num_envs, self._plain)
+                    actions = wire.decode_actions(request, environments.num_envs, likeness)
                 except ValueError as error:
                     context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
                 try:

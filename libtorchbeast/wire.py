@@ -32,7 +32,8 @@ FIELDS = {  # of a Step: number, dtype
     "game_step": (11, np.int32),
     "last_action": (12, np.int64),
 }
-_HANDSHAKE, _OBSERVATION, _IS_FULL, _FULL = 1, 2, 13, 14  # numbers of a Step's other fields
+# Numbers of a Step's other fields.
+_HANDSHAKE, _OBSERVATION, _IS_FULL, _FULL, _LAST_ACTION_ARRAY = 1, 2, 13, 14, 16
 
 
 def read_wishes(metadata):
@@ -58,8 +59,13 @@ def read_wishes(metadata):
     )
 
 
-def decode_actions(request, num_envs, any_nest):
-    """Return the nest of arrays [N, ...] in a serialized Action; else, one array of N integers."""
+def decode_actions(request, num_envs, likeness):
+    """Return the nest of arrays [N, ...] in a serialized Action.
+
+    Args:
+      likeness: an array, which the action is to be like: an array of its shape, of integers or of
+        floats as it is. None: it may be any nest.
+    """
     try:
         action = rpcenv_pb2.Action.FromString(request)
     except DecodeError as error:
@@ -67,12 +73,13 @@ def decode_actions(request, num_envs, any_nest):
     if not action.HasField("action"):
         raise ValueError("the message has no action")
     actions = _decode_nest(action.action, num_envs, MAX_NEST_DEPTH, [MAX_NEST_ITEMS])
-    if not any_nest:
+    if likeness is not None:
         if not isinstance(actions, np.ndarray):
             raise ValueError("the action should be one array, but is a nest of them")
-        if actions.ndim != 1 or actions.dtype.kind not in "iu":
+        kind, kinds = ("floats", "f") if likeness.dtype.kind == "f" else ("integers", "iu")
+        if actions.shape != likeness.shape or actions.dtype.kind not in kinds:
             raise ValueError(
-                f"the action should be {num_envs} integers, "
+                f"the action should be {kind}{list(likeness.shape)}, "
                 f"but is {actions.dtype}{list(actions.shape)}"
             )
     return actions
@@ -150,6 +157,10 @@ class RowEncoder:
         """Return the row as a serialized Step."""
         parts = list(parts)
         for key, (number, dtype) in FIELDS.items():
+            if key == "last_action" and row[key].ndim > 1:
+                array = np.ascontiguousarray(row[key])
+                parts += _array_head(_LAST_ACTION_ARRAY, array.dtype, array.shape), array
+                continue
             array = np.ascontiguousarray(row[key], dtype)
             parts += _head(number, array.nbytes), array
         frame = row["frame"]

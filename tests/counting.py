@@ -129,6 +129,20 @@ class TwoActions:
         return action, 0.0, False, {}
 
 
+class Mirror(gym.Env):
+    """Observes its last action, of any action space."""
+
+    def __init__(self, action_space):
+        self.action_space = action_space
+        self.observation_space = gym.spaces.Box(-9, 9, action_space.shape, action_space.dtype)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(self.action_space.shape, self.action_space.dtype), {}
+
+    def step(self, action):
+        return action, 0.0, False, False, {}
+
+
 def free_address():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -103,6 +103,8 @@ class Stream:
         if step.HasField("handshake"):
             self.handshake = step.handshake
         row = {key: np.frombuffer(getattr(step, key), dtype) for key, dtype in FIELDS.items()}
+        if step.HasField("last_action_array"):
+            row["last_action"] = to_array(step.last_action_array)
         assert all(len(array) == self.handshake.num_envs for array in row.values())
         row["frame"] = to_nest(step.observation)
         if self.handshake.stack_size:

@@ -9,6 +9,7 @@ import threading
 import time
 
 import counting
+import gymnasium as gym
 import nest
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from counting import (
 )
 from deadline import DEADLINE, Thread, run_with_deadline, wait_until
 
+from environment import Environments
 from libtorchbeast import (
     ActorPool,
     AsyncError,
@@ -414,6 +416,35 @@ def test_actions_may_be_arrays(start):
     (env_outputs, (action,)), _ = rig.take()
     assert env_outputs[0][:, 0].tolist() == [[t, 2 * t] for t in range(T + 1)]
     assert torch.equal(env_outputs[0][1:], action[1:])
+
+
+@pytest.mark.parametrize(
+    "space",
+    [gym.spaces.Box(-1, 1, (3,)), gym.spaces.MultiDiscrete([2, 3, 4])],
+    ids=["box", "multi-discrete"],
+)
+def test_actions_of_several_parts_come_back_as_last_action(start, space):
+    space.seed(1)
+    dtype = torch.float32 if isinstance(space, gym.spaces.Box) else torch.int64
+
+    def agent(env_outputs, state):
+        assert env_outputs["last_action"].dtype == dtype
+        shape = env_outputs["reward"].shape
+        samples = [torch.from_numpy(space.sample()) for _ in range(shape.numel())]
+        return {"action": torch.stack(samples).view(*shape, 3).to(dtype)}, state
+
+    def make_environments(num_envs, seed, name):
+        return Environments(lambda: counting.Mirror(space), num_envs, seed, name)
+
+    server = start(ServerThread(None, make_environments=make_environments))
+    rig = start(Rig([server.address], agent, (), columns=2, dict_outputs=True, num_envs=2))
+    for first in (True, False):
+        (env_outputs, agent_outputs), _ = rig.take()
+        last_action = env_outputs["last_action"]
+        assert last_action.dtype == dtype and last_action.shape == (T + 1, 2, 3)
+        assert torch.equal(last_action, agent_outputs["action"])
+        assert torch.equal(last_action, env_outputs["frame"])
+        assert (last_action[0] == 0).all() == first and (last_action[1:] != 0).any()
 
 
 @pytest.mark.parametrize("dict_outputs", [False, True])

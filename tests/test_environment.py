@@ -211,15 +211,17 @@ def test_a_wrong_nest_is_refused():
         Environments(Missing, 1, 0).initial()
 
 
+@pytest.mark.parametrize(
+    "action_space",
+    [gym.spaces.Box(-1, 1, (2, 2)), gym.spaces.Box(0, 9, (2,), np.int64), gym.spaces.Text(5),
+     gym.spaces.MultiDiscrete([[2, 3], [4, 5]]), gym.spaces.Tuple([gym.spaces.Discrete(2)])],
+)  # fmt: skip
+def test_unsupported_action_spaces_are_refused(action_space):
+    with pytest.raises(EnvError, match="(?s)test: the action space is .* only Discrete"):
+        Environments(lambda: Acting(action_space), 1, 0, "test")
+
+
 def test_unsupported_and_unlike_spaces_are_refused():
-    class Continuous(Catch):
-        def __init__(self):
-            super().__init__()
-            self.action_space = gym.spaces.Box(-1, 1, (2,))
-
-    with pytest.raises(EnvError, match="only Discrete"):
-        Environments(Continuous, 1, 0)
-
     class Words(Catch):
         def __init__(self):
             super().__init__()
@@ -255,6 +257,91 @@ def test_action_out_of_range_is_an_error(action):
     environments.initial()
     with pytest.raises(EnvError, match=f"environment 1 .*the action is {action}; .* from 0 to 2"):
         environments.step(np.array([0, action]))
+
+
+class Acting(Counter):
+    """Counter with any action space, which keeps its actions as they come."""
+
+    def __init__(self, action_space, **kwargs):
+        super().__init__(**kwargs)
+        self.action_space = action_space
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.taken = [*getattr(self, "taken", []), action]
+        return super().step(0)
+
+
+MULTI_DISCRETE = gym.spaces.MultiDiscrete([2, 3], start=[0, -1])
+BOX = gym.spaces.Box(np.array([-1, -np.inf]), np.array([0.1, np.inf]), dtype=np.float64)
+
+
+@pytest.mark.parametrize(
+    ("space", "num_actions", "actions", "taken"),
+    [
+        (MULTI_DISCRETE, (2, 3), np.array([[0, 2], [1, 0]]), [[0, 1], [1, -1]]),
+        (BOX, 2, np.array([[-1, 7], [0, -9]], np.float32), [[-1, 7], [0, -9]]),
+    ],
+    ids=["multi-discrete", "box"],
+)
+def test_actions_of_several_parts(space, num_actions, actions, taken):
+    environments = Environments(lambda: Acting(space, length=3, truncates=True), 2, 0)
+    assert environments.num_actions == num_actions
+    dtype = np.float32 if space is BOX else np.int64
+    row = environments.initial()
+    assert row["last_action"].dtype == dtype and row["last_action"].tolist() == [[0, 0]] * 2
+    environments.step(actions)
+    assert row["last_action"].tolist() == actions.tolist()
+    for env, wanted in zip(environments.envs, taken, strict=True):
+        assert env.taken[0].tolist() == wanted and env.taken[0].dtype == space.dtype
+        env.taken[0][:] = 0  # it may do with them what it likes
+    assert row["last_action"].tolist() == actions.tolist() != np.zeros_like(actions).tolist()
+    for _ in range(3):
+        environments.step(actions)
+    # The one in the extra row is not taken, whatever it is.
+    assert row["done"].all() and [len(env.taken) for env in environments.envs] == [3, 3]
+    assert row["last_action"].tolist() == actions.tolist()
+
+
+@pytest.mark.parametrize(
+    ("space", "action"),
+    [(MULTI_DISCRETE, [0, 3]), (MULTI_DISCRETE, [-1, 0]), (BOX, [0.2, 0.0]), (BOX, [0.0, np.inf]),
+     (BOX, [np.nan, 0.0])],
+)  # fmt: skip
+def test_a_part_of_an_action_out_of_range_is_an_error(space, action):
+    environments = Environments(lambda: Acting(space, length=2, truncates=True), 2, 0)
+    row = environments.initial()
+    good = np.zeros_like(row["last_action"])
+    bad = good.copy()
+    bad[1] = action
+    environments.step(good)
+    environments.step(good)
+    environments.step(bad)  # where all is ignored
+    with pytest.raises(EnvError, match=r"environment 1 .* step 3: the action is \[.*must be from"):
+        environments.step(bad)
+
+
+def test_actions_at_the_bounds_of_a_box_are_within():
+    space = gym.spaces.Box(-0.1, 0.1, (1,), np.float64)
+    environments = Environments(lambda: gym.wrappers.ClipAction(Acting(space)), 1, 0)
+    environments.initial()
+    environments.step(np.array([[0.1]], np.float32))  # a little more, as a float64
+    environments.step(np.array([[-7]], np.float32))
+    assert np.concatenate(environments.envs[0].unwrapped.taken).tolist() == [0.1, -0.1]
+
+
+@pytest.mark.parametrize(
+    ("space", "actions", "message"),
+    [(gym.spaces.Discrete(3), np.zeros((2, 1), np.int64), r"int64\[2, 1\].* are int64\[2\]"),
+     (gym.spaces.Discrete(3), np.zeros(2), r"float64\[2\].* are int64\[2\]"),
+     (BOX, np.zeros(2, np.float32), r"float32\[2\].* are float32\[2, 2\]"),
+     (MULTI_DISCRETE, np.zeros((3, 2), np.int64), r"int64\[3, 2\].* are int64\[2, 2\]")],
+)  # fmt: skip
+def test_actions_of_another_shape_or_kind_are_an_error(space, actions, message):
+    environments = Environments(lambda: Acting(space), 2, 0)
+    environments.initial()
+    with pytest.raises(EnvError, match=message):
+        environments.step(actions)
 
 
 SPACES = {

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from program import Program, column, last_step, read_rows, run, shared_memory
@@ -86,32 +87,39 @@ def learn(fork, program, words, goal):
 
 
 def changed_places(diff):
-    """Return {file: {function or class: number of changed lines}} as the hunks' headings say."""
+    """Return {file: {function or class: number of changed lines}}."""
     places = {}
     for line in diff.splitlines():
         if line.startswith("+++ b/"):
             file = places.setdefault(line.removeprefix("+++ b/"), {})
         elif line.startswith("@@"):
             place = line.split("@@")[2].strip()
-        elif line.startswith(("+", "-")) and not line.startswith("---"):
+            continue
+        elif re.match("[ +-](def|class) ", line):
+            place = line[1:]
+        if line.startswith(("+", "-")) and not line.startswith(("+++", "---")):
             file[place] = file.get(place, 0) + 1
     return places
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_changes_create_env_and_the_net_alone(path):
+    """And the loss, where actions are not of a Discrete space."""
     places = changed_places(path.read_text())
+    wanted, most_lines = ("class AtariNet",), 45
+    if path.stem.startswith(("multi_discrete", "gaussian")):
+        wanted, most_lines = (*wanted, "def compute_", "def gaussian"), 80
     if "polybeast" in path.stem:
         assert places.keys() == {"polybeast.py", "polybeast_env.py"}
         assert any("create_env" in place for place in places["polybeast_env.py"])
-        assert list(places["polybeast.py"]) == ["class AtariNet(nn.Module):"]
+        assert all(place.startswith(wanted) for place in places["polybeast.py"]), places
     else:
         assert places.keys() == {"monobeast.py"}
     for file in places.values():
         for place, num_lines in file.items():
             # Beside them one line, which imports the environment.
-            assert place.startswith(("def create_env", "class AtariNet")) or num_lines == 1, place
-    assert sum(sum(file.values()) for file in places.values()) <= 45
+            assert place.startswith(("def create_env", *wanted)) or num_lines == 1, place
+    assert sum(sum(file.values()) for file in places.values()) <= most_lines
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -125,10 +133,11 @@ def test_an_example_leaves_tidy_code(apply, path):
 
 def random_return(env, num_steps=20_000):
     """Return the mean return of a player who does not look."""
-    rng, returns, total = np.random.default_rng(1), [], 0.0
+    returns, total = [], 0.0
     env.reset(seed=1)
-    for action in rng.integers(env.action_space.n, size=num_steps).tolist():
-        _, reward, terminated, truncated, _ = env.step(action)
+    env.action_space.seed(1)
+    for _ in range(num_steps):
+        _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
         total += reward
         if terminated or truncated:
             returns.append(total)
@@ -165,6 +174,46 @@ def test_what_takes_a_memory_is_learned_with_the_lstm_alone(apply, program):
         assert status == 0, output
         # A guess in a hundred episodes: a deviation of 0.1.
         assert column(read_rows(fork / "runs" / "without"), "mean_episode_return")[-1] < 0.5
+
+
+CONTROL = "--frame_skip 1 --discounting 0.95 --baseline_cost 0.1 --learning_rate 0.003"
+
+
+@both
+def test_cartpole_is_learned(apply, program):
+    assert random_return(gym.make("CartPole-v1")) < 30
+    fork = apply(read_example("cartpole", program))
+    learn(fork, program, f"--env CartPole-v1 {CONTROL} --total_steps 600_000", 400)
+
+
+@both
+def test_actions_of_two_parts_are_learned(apply, program):
+    from examples.dials import Dials
+
+    assert random_return(Dials()) < 0.4
+    fork = apply(read_example("multi_discrete", program))
+    learn(fork, program, "", 0.95)
+
+
+@both
+def test_forces_are_learned(apply, program):
+    pytest.importorskip("mujoco")  # not among the requirements
+    env = gym.make("InvertedPendulum-v5")
+    assert random_return(env) < 20
+    fork = apply(read_example("gaussian", program))
+    goal = env.spec.reward_threshold
+    learn(fork, program, f"--env InvertedPendulum-v5 {CONTROL} --total_steps 1_000_000", goal)
+
+
+@both
+@pytest.mark.parametrize("flag", ["", "--use_lstm"])
+def test_forces_are_chosen_and_learned_from(apply, program, flag):
+    fork = apply(read_example("gaussian", program))
+    words = f"--env MountainCarContinuous-v0 {WORDS[program]} {flag} --total_steps 5000 --xpid run"
+    status, output = run(fork / f"{program}.py", words, "--savedir", fork / "runs")
+    assert status == 0, output
+    rows = read_rows(fork / "runs" / "run")
+    assert column(rows, "entropy_loss")[-1] != 0 and column(rows, "skipped_updates")[-1] == 0
 
 
 @pytest.mark.parametrize("diff", DOCUMENTED)

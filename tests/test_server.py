@@ -15,6 +15,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from catch_env import Catch, Counter, Echo
+from counting import Mirror
 from stream import DEADLINE, EnvironmentFailed, Stream, from_nest, serving
 
 import atari_wrappers
@@ -502,6 +503,25 @@ def test_batched_environments_take_one_array_of_integers(actions, message):
         with Stream(address) as stream, pytest.raises(grpc.RpcError, match=message) as error:
             stream.step(actions)
         assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("space", "actions", "unlike"),
+    [
+        (gym.spaces.Box(-1, 1, (3,)), np.eye(2, 3, dtype=np.float32), np.eye(2, 3, dtype=np.int64)),
+        (gym.spaces.MultiDiscrete([2, 3]), np.array([[1, 2], [0, 1]]), np.array([1, 2])),
+    ],
+    ids=["box", "multi-discrete"],
+)
+def test_actions_of_several_parts_travel_there_and_back(space, actions, unlike):
+    with serving(None, ANY_PORT, make_environments=batches(lambda: Mirror(space))) as address:
+        with Stream(address, num_envs=2) as stream:
+            assert stream.row["last_action"].tolist() == np.zeros_like(actions).tolist()
+            row = stream.step(actions)
+            for key in ("last_action", "frame"):
+                assert row[key].tolist() == actions.tolist() and row[key].dtype == actions.dtype
+            with pytest.raises(grpc.RpcError, match="the action should be"):
+                stream.step(unlike)
 
 
 @pytest.mark.parametrize(

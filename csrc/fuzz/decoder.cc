@@ -176,7 +176,9 @@ void check_row(const Arrays::Dict& row, const rpcenv::Step& step, const std::str
   REQUIRE(bytes(row.at("game_done").leaf()) == step.game_done());
   REQUIRE(bytes(row.at("game_return").leaf()) == step.game_return());
   REQUIRE(bytes(row.at("game_step").leaf()) == step.game_step());
-  REQUIRE(bytes(row.at("last_action").leaf()) == step.last_action());
+  const std::string& last_action =
+      step.has_last_action_array() ? step.last_action_array().data() : step.last_action();
+  REQUIRE(bytes(row.at("last_action").leaf()) == last_action);
   if (stacks != nullptr) {
     REQUIRE(bytes(row.at("frame").leaf()) == *stacks);
     return;

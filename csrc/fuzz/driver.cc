@@ -42,6 +42,7 @@ constexpr const char* kRefusals[] = {
     "reward is # bytes, but",
     "reward is not finite",
     "last_action is # bytes, but",
+    "the last action is an",
     "done is bool, but holds",
     "a row has no observation",
     "the observation has an array",

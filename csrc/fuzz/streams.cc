@@ -294,6 +294,9 @@ Stream good_stream(Random& random, int64_t num_envs) {
     if (!decode(*observation).empty()) break;
     observation->Clear();
   }
+  if (stack_size == 0 && one_in(4, random)) {
+    choose_array(num_envs, random, step.mutable_last_action_array());
+  }
   for (uint64_t num_rows = 1 + random() % 6; num_rows > 0; --num_rows) {
     const bool is_first = stream.messages.empty();
     step.clear_handshake();
@@ -304,6 +307,10 @@ Stream good_stream(Random& random, int64_t num_envs) {
     }
     fill(observation, random);
     fill_fields(num_envs, random, &step);
+    if (step.has_last_action_array()) {
+      fill(step.mutable_last_action_array(), random);
+      step.clear_last_action();
+    }
     step.clear_full();
     if (stack_size > 0) {
       const auto n = static_cast<size_t>(num_envs);

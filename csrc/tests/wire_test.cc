@@ -186,6 +186,15 @@ TEST(a_row_has_all_keys) {
   CHECK((values_of(row.at("last_action").leaf()) == Values{5, 5}));
 }
 
+TEST(the_last_action_may_be_an_array) {
+  rpcenv::Step step = valid_step(2);
+  step.clear_last_action();
+  *step.mutable_last_action_array() = message(rpcenv::UINT8, {2, 3}, "123456");
+  const Array array = decode_row(step, 2).at("last_action").leaf();
+  CHECK(array.dtype == DType::kUInt8);
+  CHECK((array.shape == Shape{2, 3}));
+}
+
 TEST(a_row_with_anything_wrong_is_refused) {
   const auto refused = [](const std::function<void(rpcenv::Step*)>& spoil) {
     rpcenv::Step step = valid_step(2);
@@ -209,6 +218,13 @@ TEST(a_row_with_anything_wrong_is_refused) {
   refused([](rpcenv::Step* step) { step->clear_game_return(); });
   refused([](rpcenv::Step* step) { step->clear_game_step(); });
   refused([](rpcenv::Step* step) { step->mutable_last_action()->resize(4); });
+  refused([](rpcenv::Step* step) { step->mutable_last_action_array(); });
+  refused([](rpcenv::Step* step) {
+    *step->mutable_last_action_array() = message(rpcenv::UINT8, {3}, "123");
+  });
+  refused([](rpcenv::Step* step) {
+    *step->mutable_last_action_array() = message(rpcenv::UINT8, {2}, "123");
+  });
   CHECK_THROWS(WireError, decode_row(valid_step(3), 2));
   CHECK_THROWS(WireError, decode_row(valid_step(0), 0));
 }

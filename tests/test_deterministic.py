@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--deterministic: runs with one seed are the same, to the last bit of every weight."""
+
+import pathlib
+import shutil
+
+import pytest
+import torch
+from catch import monobeast
+from program import column, load, read_rows, run
+
+import experiment
+
+TESTS = pathlib.Path(__file__).parent
+# What may differ from run to run: what a clock says, and how things stand at a moment.
+TIMES = {"_time", "steps_per_second", "learner_wait", "actor_wait", "full_buffers"}
+WORDS = "--env Catch --num_actors 2 --envs_per_actor 2 --batch_size 4 --unroll_length 5 --use_lstm"
+NUM_UPDATES = 2 * monobeast.LOG_UPDATES + 10
+STEPS = NUM_UPDATES * 4 * 5
+
+
+def train(folder, name, *words):
+    """Return the rows of the log without times, and the final weights."""
+    words = (WORDS, "--deterministic", *words, "--xpid", name, "--savedir", folder)
+    status, output = run(TESTS / "catch.py", *words)
+    assert status == 0, output
+    rows = read_rows(folder / name)
+    assert TIMES <= rows[0].keys()
+    weights = load(folder / name / "model.tar")["model_state_dict"]
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in rows], weights
+
+
+def equal(weights, others):
+    return all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """Return the folder of a run, its log and its weights."""
+    folder = tmp_path_factory.mktemp("first")
+    return folder, *train(folder, "run", f"--seed 7 --total_steps {STEPS}")
+
+
+def test_runs_with_one_seed_are_the_same(tmp_path, first):
+    _, rows, weights = first
+    assert column(rows, "step") == [980.0, 1980.0, 2200.0]  # one update fewer than versions
+    assert len({row["total_loss"] for row in rows}) == 3 and rows[-1]["mean_episode_return"]
+    others, other_weights = train(tmp_path, "same", f"--seed 7 --total_steps {STEPS}")
+    assert rows == others and equal(weights, other_weights)
+    others, other_weights = train(tmp_path, "another", f"--seed 8 --total_steps {STEPS}")
+    assert rows != others and not equal(weights, other_weights)
+
+
+def test_policies_are_one_update_behind(first):
+    _, rows, _ = first
+    assert column(rows, "policy_lag_max") == [1.0] * 3
+    # But for the very first batch, as there was no update before it.
+    assert column(rows, "policy_lag_min") == [0.0, 1.0, 1.0]
+
+
+def test_what_follows_a_checkpoint_is_the_same_each_time(tmp_path, first):
+    outcomes = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        shutil.copy(first[0] / "run" / "model.tar", tmp_path / name)
+        outcomes.append(train(tmp_path, name, f"--total_steps {2 * STEPS}"))
+    (rows, weights), (others, other_weights) = outcomes
+    assert rows == others and column(rows, "step")[-1] == 2 * STEPS
+    assert equal(weights, other_weights) and not equal(weights, first[2])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [("--batch_size 8", r"--batch_size is 8.* of the 16 environments.* give --batch_size 16"),
+     ("--batch_size 16 --num_learner_threads 2", "give --num_learner_threads 1"),
+     ("--batch_size 16 --num_buffers 48", "num_buffers is 48.* give it 32"),
+     ("--batch_size 16 --autotune", "--autotune")],
+)  # fmt: skip
+def test_what_does_not_go_with_it_is_refused(words, message):
+    flags = monobeast.parser.parse_args(["--deterministic", *words.split()])
+    with pytest.raises(experiment.FlagError, match=message):
+        monobeast.check_flags(flags)
