@@ -50,6 +50,9 @@ using Arrays = Nest<Array>;
 // kilobytes.
 constexpr int64_t kParsedTimes = 80;
 constexpr int64_t kSmall = 512 << 10;
+// Where a message ends too early, protobuf may have made room for a string as long as it promised,
+// up to this (kSafeStringSize in its sources).
+constexpr int64_t kPromised = 50'000'000;
 
 Counts all_counts;
 
@@ -90,10 +93,11 @@ class Limit {
     std::abort();
   }
   int64_t taken() const { return max_num_bytes - before_; }
+  void raise(int64_t bytes) { limit_ += bytes; }
 
  private:
   const char* const what_;
-  const int64_t limit_;
+  int64_t limit_;
   const int64_t before_;
 };
 
@@ -216,8 +220,11 @@ void play(const Stream& stream) {
   for (const std::string& message : stream.messages) {
     size += static_cast<int64_t>(message.size());
     {
-      const Limit limit("Parsing", kParsedTimes * size + kSmall);
-      if (!step.ParseFromString(message)) return refuse("not a Step");
+      Limit limit("Parsing", kParsedTimes * size + kSmall);
+      if (!step.ParseFromString(message)) {
+        limit.raise(kPromised);
+        return refuse("not a Step");
+      }
       if (message.size() > 1000) {
         max_parsed_times = std::max(max_parsed_times, static_cast<double>(limit.taken()) /
                                                           static_cast<double>(message.size()));
