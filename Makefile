@@ -8,7 +8,7 @@ ARGS ?=    # more flags for monobeast.py or polybeast.py, or for pytest
 .DEFAULT_GOAL := help
 # Two targets at once would set up the same environment twice.
 .NOTPARALLEL:
-.PHONY: help pong poly test preempt faults soak hostile fuzz stress lint format build sanitize wheel \
+.PHONY: help pong poly test examples preempt faults soak hostile fuzz stress lint format build sanitize wheel \
 	proto clean env dev-env
 
 CPP := csrc/*.h csrc/*.cc csrc/fuzz/*.h csrc/fuzz/*.cc csrc/tests/*.h csrc/tests/*.cc
@@ -26,6 +26,9 @@ poly: build ## the same with PolyBeast: a learner in C++ and Python, and environ
 
 test: dev-env build lint ## build, lint, the whole test suite; one file: make test ARGS=tests/test_vtrace.py
 	exec .venv/bin/python -m pytest $(ARGS)
+
+examples: dev-env build ## learn each of the examples, in half an hour; MuJoCo's if it is installed
+	exec .venv/bin/python -m pytest -m long $(ARGS)
 
 preempt: build ## kill both programs 100 times at random moments and resume them: half an hour
 	exec .venv/bin/python benchmarks/preemption.py $(ARGS)

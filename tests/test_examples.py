@@ -37,6 +37,11 @@ WORDS = {
 LEARNING = "--learning_rate 0.002 --total_steps 1_000_000 --seed 3 --disable_checkpoint"
 
 both = pytest.mark.parametrize("program", ["monobeast", "polybeast"])
+# Each learns for a minute or two, all of them too long for `make test`: `make examples`.
+long = pytest.mark.long
+one_is_quick = pytest.mark.parametrize(
+    "program", ["monobeast", pytest.param("polybeast", marks=long)]
+)
 
 
 @pytest.fixture
@@ -146,15 +151,17 @@ def random_return(env, num_steps=20_000):
     return np.mean(returns)
 
 
-@both
+@one_is_quick
 def test_minatar_is_learned(apply, program):
-    BaseEnv = pytest.importorskip("minatar.gym").BaseEnv  # not among the requirements
+    from minatar.gym import BaseEnv
+
     goal = 2.5
     assert goal > 4 * random_return(BaseEnv("breakout"))
     fork = apply(read_example("minatar", program))
     learn(fork, program, "--env breakout --frame_skip 1", goal)
 
 
+@long
 @both
 def test_a_dict_of_observations_is_learned_from(apply, program):
     from examples.find import Find
@@ -164,6 +171,7 @@ def test_a_dict_of_observations_is_learned_from(apply, program):
     learn(fork, program, "", 0.9)  # which takes both the board and the goal
 
 
+@long
 @both
 def test_what_takes_a_memory_is_learned_with_the_lstm_alone(apply, program):
     fork = apply(read_example("recall", program))
@@ -184,6 +192,7 @@ CONTROL = (
 NEAR = {"monobeast": "--envs_per_actor 8 --deterministic", "polybeast": "--envs_per_stream 8"}
 
 
+@long
 @both
 def test_cartpole_is_learned(apply, program):
     assert random_return(gym.make("CartPole-v1")) < 30
@@ -191,6 +200,7 @@ def test_cartpole_is_learned(apply, program):
     learn(fork, program, f"--env CartPole-v1 {CONTROL} {NEAR[program]}", 400)
 
 
+@long
 @both
 def test_actions_of_two_parts_are_learned(apply, program):
     from examples.dials import Dials
@@ -200,6 +210,7 @@ def test_actions_of_two_parts_are_learned(apply, program):
     learn(fork, program, "", 0.8)
 
 
+@long
 @both
 def test_forces_are_learned(apply, program):
     pytest.importorskip("mujoco")  # not among the requirements
