@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
 import signal
 import subprocess
 
+# Tensors here are tiny, and programs under test, several at once, would have one another's threads
+# wait for a core, spinning. Read once, when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
-import torch
 
 # Background jobs of a shell inherit that it is ignored, and so would the programs under test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(autouse=True)
-def one_compute_thread():
-    """Tensors here are tiny, and the cores belong to the programs under test."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture
