@@ -25,7 +25,7 @@ poly: build ## the same with PolyBeast: a learner in C++ and Python, and environ
 	exec .venv/bin/python polybeast.py --env PongNoFrameskip-v4 $(ARGS)
 
 test: dev-env build lint ## build, lint, the whole test suite; one file: make test ARGS=tests/test_vtrace.py
-	exec .venv/bin/python -m pytest $(ARGS)
+	exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 preempt: build ## kill both programs 100 times at random moments and resume them: half an hour
 	exec .venv/bin/python benchmarks/preemption.py $(ARGS)
