@@ -13,6 +13,16 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """What is printed and logged in tests is not always UTF-8, which is all that xdist can send."""
+    report = yield
+    report.sections = [
+        (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A folder that holds a megabyte: a file system of its own, which only root can make."""
