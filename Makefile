@@ -25,7 +25,7 @@ poly: build ## the same with PolyBeast: a learner in C++ and Python, and environ
 	exec .venv/bin/python polybeast.py --env PongNoFrameskip-v4 $(ARGS)
 
 test: dev-env build lint ## build, lint, the whole test suite; one file: make test ARGS=tests/test_vtrace.py
-	exec .venv/bin/python -m pytest $(ARGS)
+	exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 examples: dev-env build ## learn each of the examples, in half an hour; MuJoCo's if it is installed
 	exec .venv/bin/python -m pytest -m long $(ARGS)

@@ -100,13 +100,19 @@ def describe_process(pid):
 def print_stacks_on_signal(other_processes=list):
     """Have SIGUSR1 print the stacks of this process and those of the others, by their ids."""
 
-    def pass_on(*_):
+    def print_others(*_):
+        # Here, since faulthandler reads them as they run, which has ended a run with a SIGSEGV.
+        threads = {thread.ident: thread for thread in threading.enumerate()}
+        for ident, frame in sys._current_frames().items():
+            if ident != threading.get_ident():
+                stack = "".join(traceback.format_stack(frame))
+                os.write(STDERR, f"{threads.get(ident, ident)}:\n{stack}\n".encode())
         for pid in other_processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
                 time.sleep(0.05)  # lest what two of them print be mixed
 
     faulthandler.unregister(signal.SIGUSR1)  # else to register again would do nothing
-    signal.signal(signal.SIGUSR1, pass_on)
-    # Comes first, and without the interpreter, which may be what hangs.
-    faulthandler.register(signal.SIGUSR1, file=STDERR, chain=True)
+    signal.signal(signal.SIGUSR1, print_others)
+    # The main thread's comes first, and without the interpreter, which may be what hangs.
+    faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=False, chain=True)

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
 import signal
 import subprocess
 
+# Tensors here are tiny, and programs under test, several at once, would have one another's threads
+# wait for a core, spinning. Read once, when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
-import torch
 
 # Background jobs of a shell inherit that it is ignored, and so would the programs under test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(autouse=True)
-def one_compute_thread():
-    """Tensors here are tiny, and the cores belong to the programs under test."""
-    torch.set_num_threads(1)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """What is printed and logged in tests is not always UTF-8, which is all that xdist can send."""
+    report = yield
+    report.sections = [
+        (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
 
 
 @pytest.fixture

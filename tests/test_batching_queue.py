@@ -149,7 +149,11 @@ def test_leaves_with_different_numbers_of_columns_raise_value_error(batch_dim, n
     assert queue.size() == 0
 
 
-@pytest.mark.parametrize("leaf", [None, 1, 1.5, "text", object(), {1, 2}, np.array(["a", "b"])])
+@pytest.mark.parametrize(
+    "leaf",
+    [None, 1, 1.5, "text", object(), {1, 2}, np.array(["a", "b"])],
+    ids=type,
+)
 def test_leaves_that_are_no_arrays_are_refused(leaf):
     queue = BatchingQueue(batch_dim=0)
     with pytest.raises((TypeError, ValueError, BufferError)):

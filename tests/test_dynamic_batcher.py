@@ -142,7 +142,7 @@ def test_leaves_with_different_numbers_of_columns_raise_value_error(batcher):
     assert batcher.size() == 0
 
 
-@pytest.mark.parametrize("leaf", [None, 1, "text", object()], ids=repr)
+@pytest.mark.parametrize("leaf", [None, 1, "text", object()], ids=type)
 def test_leaves_that_are_no_arrays_are_refused(batcher, leaf):
     with pytest.raises((TypeError, ValueError)):
         batcher.compute((torch.zeros(1), leaf))

@@ -21,6 +21,7 @@ from program import (
     run,
     shared_memory,
     split_words,
+    wait_until,
 )
 
 import monobeast
@@ -354,7 +355,6 @@ def stopped(tmp_path_factory):
         facts["int_status"], facts["int_output"] = program.end(10)
         program.wait_for_members()
     facts["told"] = load(told)
-    facts["shared_after"] = shared_memory()
     return facts
 
 
@@ -373,7 +373,8 @@ def test_ctrl_c_ends_the_run_in_time_with_its_status(stopped):
 
 def test_no_process_and_no_shared_memory_is_left(stopped):
     assert stopped["members"] >= 4  # while it ran: itself, a fork server, two actors
-    assert stopped["shared_after"] <= stopped["shared_before"]
+    # Other programs take some for a moment.
+    wait_until(lambda: shared_memory() <= stopped["shared_before"])
 
 
 def test_stopping_writes_a_checkpoint(stopped):
@@ -464,7 +465,7 @@ def test_an_environment_that_always_raises_ends_the_run_with_a_clear_error(tmp_p
         r"actor \d: environment \d \(.*\), step 25: step\(\d\) raised ValueError", output
     )
     assert re.search("all actors died 5 times", read_meta(tmp_path / "run")["status"])
-    assert shared_memory() <= before
+    wait_until(lambda: shared_memory() <= before)  # other programs take some for a moment
     assert "started anew" in out(tmp_path)
 
 

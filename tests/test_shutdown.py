@@ -84,7 +84,7 @@ def test_ctrl_c_ends_a_program_soon_and_whole(state, times, trained, tmp_path, r
         record_property("seconds", round(time.monotonic() - began, 2))
         program.wait_for_members()
     assert status in [128 + signal.SIGINT, -signal.SIGINT][: 1 + (times == "twice")], output
-    assert shared_memory() <= before
+    wait_until(lambda: shared_memory() <= before)  # other programs take some for a moment
     assert [path for path in tmp_path.rglob("*") if path.is_socket()] == []
     if times == "once":
         assert "Traceback" not in output

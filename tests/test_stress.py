@@ -35,8 +35,9 @@ def stress(seconds, folder):
     results = [player.result(seconds + DEADLINE) for player in players]
     rounds, columns, losses = (sum(numbers) for numbers in zip(*results, strict=True))
     assert columns > rounds / 2 and (losses or rounds < 20)
-    # Some of gRPC's threads come and go by themselves; one a round would be many more.
-    wait_until(lambda: census()[0] <= threads + 8 and census()[1] <= descriptors)
+    # One thread or descriptor a round would be many more: some of gRPC's threads come and go by
+    # themselves, and gRPC 1.51 forgets a client's socket in about a thousand rounds.
+    wait_until(lambda: census()[0] <= threads + 8 and census()[1] <= descriptors + 8 + rounds / 100)
     assert not os.listdir(folder), "a socket has stayed"
     print(f"{rounds} rounds, {columns} columns, {losses} ended by a lost server; threads and "
           f"descriptors: {threads}, {descriptors} at first, {census()} now")  # fmt: skip
