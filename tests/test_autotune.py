@@ -287,7 +287,8 @@ def test_an_environment_that_raises_shows_its_traceback(tmp_path):
 
 def test_a_trial_that_never_steps_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(autotune, "PATIENCE", 0.5)
-    monkeypatch.setattr(autotune.sys.modules["__main__"], "__file__", str(CATCH))
+    main = autotune.sys.modules["__main__"]  # which has no file in a process of pytest-xdist
+    monkeypatch.setattr(main, "__file__", str(CATCH), raising=False)
     flags = monobeast.parser.parse_args(["--env", "Catch", "--savedir", str(tmp_path)])
     with pytest.raises(experiment.FlagError, match="no steps to measure within 0.5 s"):
         autotune.run_trial(flags, monobeast.parser, autotune.threading.Event())

@@ -842,7 +842,8 @@ def test_updates_that_are_not_finite_end_the_run_and_leave_their_batch(train, tm
         train("--reward_clipping none --xpid run", ENDLESS, env=Astronomical)
     assert "FloatingPointError" in read_meta(folder)["status"]
     skipped = re.findall(r"The update was skipped, .*; (\d+) in a row", out(folder))
-    assert skipped == [str(1 + k) for k in range(experiment.MAX_SKIPPED)]
+    # Another learner thread may have had one more at hand.
+    assert skipped[: experiment.MAX_SKIPPED] == [str(1 + k) for k in range(experiment.MAX_SKIPPED)]
     dump = load(folder / "bad_batch.tar")
     batch, _ = dump["batch"]
     assert (batch["reward"] == 1e30).any() and batch["reward"].shape == (21, 4)
