@@ -13,7 +13,7 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
-from program import Program, column, last_step, read_rows, run, shared_memory
+from program import Program, column, last_step, read_rows, run, shared_memory, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.diff"))
@@ -87,7 +87,7 @@ def learn(fork, program, words, goal):
         status, output = process.end()
         assert status == 128 + 15, output
         process.wait_for_members()
-    assert shared_memory() <= before
+    wait_until(lambda: shared_memory() <= before)  # other programs take some for a moment
     return last_step(folder)
 
 
