@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# docker build -t torchbeast .                      learner and servers, for CPUs
+# docker build -t torchbeast .                      learner and servers, with torch's CUDA libraries
 # docker build -t torchbeast-env --target env .     environment servers alone: no torch
-# docker build -t torchbeast-cuda --build-arg TORCH_INDEX=https://pypi.org/simple .
-#                                                   learner and servers, for NVIDIA GPUs
+# docker build -t torchbeast-cpu --build-arg PIP_EXTRA_INDEX_URL=INDEX .
+#                                                   for CPUs, gigabytes smaller; INDEX is that of the
+#                                                   CPU builds, which PyTorch's install page tells
 
 ARG PYTHON=3.12
 
@@ -24,13 +25,14 @@ RUN pip install --no-cache-dir -r requirements-env.txt
 COPY *.py ./
 COPY libtorchbeast libtorchbeast
 COPY examples examples
-CMD ["python", "polybeast_env.py", "--server_address", "0.0.0.0:50051"]
+# Within the container alone. For others: an address, and a token or certificates (README.md).
+CMD ["python", "polybeast_env.py"]
 
 FROM env AS learner
-# PyPI's torch brings CUDA. A build for CPUs counts as newer than that one of the same version.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# Read by pip. A build for CPUs counts as newer than the one with CUDA of the same version.
+ARG PIP_EXTRA_INDEX_URL=
 COPY requirements.txt ./
-RUN pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" -r requirements.txt
+RUN pip install --no-cache-dir -r requirements.txt
 # What the compiled part links; of the same release of Debian as the stage that built it.
 RUN apt-get update && apt-get install -y --no-install-recommends libgrpc++1.51 \
     && rm -rf /var/lib/apt/lists/*

@@ -20,11 +20,17 @@ for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1"); do
   addresses+=${addresses:+,}$host:$port-$((port + num_servers - 1))
 done
 
+# Other users of the cluster reach the same ports.
+token=$PWD/token-$SLURM_JOB_ID
+(umask 077 && openssl rand -hex 32 >"$token")
+
 srun --het-group=1 --cpus-per-task="$num_servers" python polybeast_env.py \
-  --env "$game" --server_address "0.0.0.0:$port" --num_servers "$num_servers" &
+  --env "$game" --server_address "0.0.0.0:$port" --num_servers "$num_servers" \
+  --auth_token_file "$token" &
 servers=$!
 srun --het-group=0 --cpus-per-task="$num_cores" python polybeast.py \
-  --env "$game" --server_addresses "$addresses" --xpid "$SLURM_JOB_NAME-$SLURM_JOB_ID" "$@" &
+  --env "$game" --server_addresses "$addresses" --xpid "$SLURM_JOB_NAME-$SLURM_JOB_ID" \
+  --auth_token_file "$token" "$@" &
 learner=$!
 
 # Two minutes before the time is up: the learner saves and ends, and the same job goes on later.
@@ -38,4 +44,5 @@ if [ "$again" ]; then
 fi
 kill -TERM "$servers" || true
 wait "$servers" || true
+rm -f "$token"
 exit "$status"

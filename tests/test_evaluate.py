@@ -618,6 +618,8 @@ def test_trials_of_autotune_are_not_evaluated(monkeypatch):
         raise FlagError(" ".join(words))
 
     monkeypatch.setattr(autotune.subprocess, "Popen", refuse)
+    main = autotune.sys.modules["__main__"]  # which has no file in a process of pytest-xdist
+    monkeypatch.setattr(main, "__file__", "monobeast.py", raising=False)
     flags = monobeast.parser.parse_args(["--eval_interval", "500", "--unroll_length", "7"])
     with pytest.raises(FlagError, match="--unroll_length=7") as error:
         autotune.run_trial(flags, monobeast.parser, threading.Event())
