@@ -197,10 +197,8 @@ class Checkup:
         """Count an update by its figures, floats by name; not one that is skipped."""
         if all(map(math.isfinite, figures.values())):
             update = {name: figures[name] for name in NAMES if name in figures}
-            if "grad_norm" in figures:
-                clipped = figures["grad_norm"] > self._grad_norm_clipping
-                update["clipped_updates"] = float(clipped)
-            self._updates.append(update)
+            clipped = figures.get("grad_norm", 0.0) > self._grad_norm_clipping
+            self._updates.append(update | {"clipped_updates": float(clipped)})
 
     def means(self):
         """Return means over the updates since the last call by name; nothing if there are none."""
@@ -217,8 +215,7 @@ class Checkup:
           figures: of the tick, `means` among them; numbers by name, or None. What is not there is
             not looked at.
         """
-        is_there = any(name in figures for name in (*NAMES, "clipped_updates"))
-        if not is_there or self._num_updates < WARM_UP:
+        if "clipped_updates" not in figures or self._num_updates < WARM_UP:
             return self._text  # as there was no update, or none that says anything
         values = {c: figures[c.name] for c in CHECKS if figures.get(c.name) is not None}
         for check, value in values.items():
