@@ -64,7 +64,7 @@ def end_process(process, patience):
     process.join(2)
     if process.is_alive():  # as far as the fork server tells
         kill_fork_server()
-        process.join()
+        process.join(2)  # no longer: an actor stopped as it started may hold the pipe that tells
 
 
 @functools.cache  # keeps the process, and with it the pipe

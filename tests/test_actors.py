@@ -676,7 +676,7 @@ def test_the_end_of_the_parent_ends_an_actor(context, tmp_path):
     finally:
         parent.kill()
         parent.join()
-    wait_until(lambda: not is_running(child), 10)
+    wait_until(lambda: not is_running(child))
 
 
 def be_a_parent(path):

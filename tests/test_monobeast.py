@@ -334,7 +334,7 @@ def stopped(tmp_path_factory):
         facts["refused"] = str(refused.value)
         facts["members"] = len(program.members())
         program.process.send_signal(signal.SIGTERM)
-        facts["term_status"], facts["term_output"] = program.end(10)
+        facts["term_status"], facts["term_output"] = program.end(30)
         program.wait_for_members()
     facts["checkpoint"] = load(folder / "model.tar")
     facts["meta"] = read_meta(folder)
@@ -352,7 +352,7 @@ def stopped(tmp_path_factory):
         step = facts["checkpoint"]["step"]
         program.wait_until(lambda: step + 1000 < last_step(folder) < 1999999)
         os.killpg(program.pid, signal.SIGINT)  # as a terminal does
-        facts["int_status"], facts["int_output"] = program.end(10)
+        facts["int_status"], facts["int_output"] = program.end(30)
         program.wait_for_members()
     facts["told"] = load(told)
     return facts
