@@ -102,11 +102,11 @@ def print_stacks_on_signal(other_processes=list):
 
     def print_others(*_):
         # Here, since faulthandler reads them as they run, which has ended a run with a SIGSEGV.
-        threads = {thread.ident: thread for thread in threading.enumerate()}
+        # Without their names: threading's lock may be held by what this interrupts.
         for ident, frame in sys._current_frames().items():
             if ident != threading.get_ident():
                 stack = "".join(traceback.format_stack(frame))
-                os.write(STDERR, f"{threads.get(ident, ident)}:\n{stack}\n".encode())
+                os.write(STDERR, f"Thread {ident:#x}:\n{stack}\n".encode())
         for pid in other_processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)

@@ -36,7 +36,7 @@ def stress(seconds, folder):
     rounds, columns, losses = (sum(numbers) for numbers in zip(*results, strict=True))
     assert columns > rounds / 2 and (losses or rounds < 20)
     # One thread or descriptor a round would be many more: some of gRPC's threads come and go by
-    # themselves, and gRPC 1.51 forgets a client's socket in about a thousand rounds.
+    # themselves, and a socket stays open in about 500 rounds, which looks like gRPC 1.51's doing.
     wait_until(lambda: census()[0] <= threads + 8 and census()[1] <= descriptors + 8 + rounds / 100)
     assert not os.listdir(folder), "a socket has stayed"
     print(f"{rounds} rounds, {columns} columns, {losses} ended by a lost server; threads and "
