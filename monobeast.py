@@ -116,7 +116,7 @@ loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "n
                   help="Clip rewards to [-1, 1] in the learner.")
 
 optimizer = parser.add_argument_group("optimizer (RMSProp)")
-optimizer.add_argument("--learning_rate", default=6e-4, type=float,
+optimizer.add_argument("--learning_rate", default=1e-3, type=float,
                        help="Learning rate at the start; falls linearly to 0 at total_steps.")
 optimizer.add_argument("--alpha", default=0.99, type=float, help="Decay of the mean of squares.")
 optimizer.add_argument("--momentum", default=0.0, type=float, help="Momentum.")
@@ -147,6 +147,18 @@ def create_environments(flags, num_envs, seed, name):
     return Environments(lambda: create_env(flags), num_envs, seed, name)
 
 
+class CenteredConv2d(nn.Conv2d):
+    """A convolution that sees how the pixels of a patch differ, not how bright they are together.
+
+    Most of a frame is background. If filters answered to it, the first updates would fit its
+    brightness, and see a ball of two pixels only hundreds of thousands of steps later.
+    """
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
 class AtariNet(nn.Module):
     """The shallow Atari network, with an optional LSTM: policy logits and baseline."""
 
@@ -162,7 +174,7 @@ class AtariNet(nn.Module):
             )
         self.num_actions = num_actions
         self.conv = nn.Sequential(
-            nn.Conv2d(shape[0], 32, kernel_size=8, stride=4),
+            CenteredConv2d(shape[0], 32, kernel_size=8, stride=4),
             nn.ReLU(inplace=True),
             nn.Conv2d(32, 64, kernel_size=4, stride=2),
             nn.ReLU(inplace=True),

@@ -140,7 +140,7 @@ loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "n
                   help="Clip rewards to [-1, 1] in the learner.")
 
 optimizer = parser.add_argument_group("optimizer (RMSProp)")
-optimizer.add_argument("--learning_rate", default=6e-4, type=float,
+optimizer.add_argument("--learning_rate", default=1e-3, type=float,
                        help="Learning rate at the start; falls linearly to 0 at total_steps.")
 optimizer.add_argument("--alpha", default=0.99, type=float, help="Decay of the mean of squares.")
 optimizer.add_argument("--momentum", default=0.0, type=float, help="Momentum.")
@@ -157,9 +157,21 @@ LOG_INTERVAL = 5  # seconds
 ENV_SCRIPT = polybeast_env.__file__  # what local servers run
 
 
+class CenteredConv2d(nn.Conv2d):
+    """A convolution that sees how the pixels of a patch differ, not how bright they are together.
+
+    Most of a frame is background. If filters answered to it, the first updates would fit its
+    brightness, and see a ball of two pixels only hundreds of thousands of steps later.
+    """
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
 def shallow_trunk(num_channels):
     return nn.Sequential(
-        nn.Conv2d(num_channels, 32, kernel_size=8, stride=4),
+        CenteredConv2d(num_channels, 32, kernel_size=8, stride=4),
         nn.ReLU(inplace=True),
         nn.Conv2d(32, 64, kernel_size=4, stride=2),
         nn.ReLU(inplace=True),
@@ -171,8 +183,9 @@ def shallow_trunk(num_channels):
 def deep_trunk(num_channels):
     layers = []
     for num_features in (16, 32, 32):
+        conv = nn.Conv2d if layers else CenteredConv2d
         layers += [
-            nn.Conv2d(num_channels, num_features, kernel_size=3, padding=1),
+            conv(num_channels, num_features, kernel_size=3, padding=1),
             nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
             ResidualBlock(num_features),
             ResidualBlock(num_features),

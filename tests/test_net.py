@@ -203,3 +203,11 @@ def test_inputs_are_left_as_they_are(use_lstm, channels, dtype):
 def test_observations_that_it_cannot_take_are_refused(space):
     with pytest.raises(FlagError, match=r"\[channels, height, width\].*edit AtariNet"):
         AtariNet(space, A)
+
+
+def test_how_bright_the_background_is_does_not_matter():
+    net, rows = make_net(), make_rows()
+    rows["frame"] = rows["frame"] // 2
+    brighter = rows | {"frame": rows["frame"] + 87}  # Pong's background
+    assert_same(net(rows, ())[0], net(brighter, ())[0])
+    assert differ(net(rows, ())[0], net(rows | {"frame": rows["frame"].flip(-1)}, ())[0])

@@ -110,7 +110,7 @@ def test_bf16_gives_the_loss_and_the_gradients_of_fp32_to_its_tolerance(model, u
     # bfloat16 has 8 bits of precision, and a hundred rows average them out.
     torch.testing.assert_close(figures[1], figures[0], rtol=0.02, atol=0.2)
     assert not torch.equal(*gradients)
-    assert torch.cosine_similarity(*gradients, dim=0) > 0.995
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.99
     assert 0.97 < gradients[1].norm() / gradients[0].norm() < 1.03
 
 
