@@ -22,7 +22,7 @@ FROM python:${PYTHON}-slim-bookworm AS env
 WORKDIR /torchbeast
 COPY requirements-env.txt ./
 RUN pip install --no-cache-dir -r requirements-env.txt
-COPY *.py ./
+COPY *.py plot.html ./
 COPY libtorchbeast libtorchbeast
 COPY examples examples
 # Within the container alone. For others: an address, and a token or certificates (README.md).

@@ -3,8 +3,8 @@
 
 What a row holds stands in environment.py. These games reset one step later, so that each end of an
 episode takes an extra row with its last observation, `terminated` or `truncated`, whose action is
-ignored; the next row has reward 0 and `done`. README.md lists how the games differ from those of
-atari_wrappers.py.
+ignored; the next row has reward 0 and `done`. docs/ale_vector.md lists how the games differ from
+those of atari_wrappers.py.
 
 Two kinds of end are found here, as ale-py's own would not do. Its `episodic_life` resets the whole
 game at each lost life; ours goes on after the extra row, in which FIRE is pressed where the game

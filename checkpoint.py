@@ -18,7 +18,7 @@ import torch
 CALL_FLAGS = (
     *("mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "num_buffers"),
     *("pipes_basename", "write_profiler_trace", "autotune", "best"),
-    *("record_video", "evaluator", "render_mode"),
+    *("record_video", "evaluator", "render_mode", "greedy", "wandb"),
     # Nor shall a checkpoint that came from elsewhere choose which secret is sent to its servers.
     *("auth_token_file", "tls_cert", "tls_key", "tls_ca"),
 )

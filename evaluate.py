@@ -236,6 +236,14 @@ def describe_protocol(environments, flags):
     return ", ".join([*words, f"{environments.num_envs} at once"])
 
 
+class Recorder(gym.wrappers.RecordVideo):
+    """Gymnasium's recorder, which leaves no video of a game that was not played to its end."""
+
+    def close(self):
+        self.recording, self.recorded_frames = False, []
+        super().close()
+
+
 def record_video(env, flags, step):
     """Return the environment with Gymnasium's recorder of `flags.num_episodes` videos around it."""
     if not str(env.render_mode).startswith("rgb_array"):
@@ -245,7 +253,7 @@ def record_video(env, flags, step):
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the folder exists; names are of run and step
-        return gym.wrappers.RecordVideo(
+        return Recorder(
             env,
             os.path.expanduser(flags.record_video),
             episode_trigger=lambda episode: episode < flags.num_episodes,

@@ -50,16 +50,17 @@ class Evaluator:
         if not self._flags.eval_interval:
             return {}
         figures = dict.fromkeys(("eval_step", "eval_return_mean", "eval_return_ci95"))
-        if self._process is not None and self._process.poll() is not None:
+        if self._process is not None and self._has_ended():
             figures |= self._end()
         if stats["step"] >= self._next_step:
             self._plan_next(stats["step"])
             if self._process is None:
                 self._start(lock, model, stats)
             else:
-                logging.info(
-                    "No evaluation at step %s: that of step %s is still playing",
+                logging.warning(
+                    "No evaluation at step %s: that of step %s has been playing for %.0f s",
                     *(f"{step:,}" for step in (stats["step"], self._step)),
+                    time.monotonic() - self._start_time,
                 )
         return figures
 
@@ -69,6 +70,7 @@ class Evaluator:
             return
         self._next_step = math.inf
         if self._process is not None:
+            logging.info("The evaluation at step %s is not finished", f"{self._step:,}")
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -87,6 +89,7 @@ class Evaluator:
         content = io.BytesIO()
         torch.save(snapshot, content)
         words = [*f"--mode test --evaluator --xpid {FOLDER} --savedir".split(), self._folder.parent]
+        words += ["--greedy"] if self._flags.greedy else []
         try:
             shutil.rmtree(self._folder, ignore_errors=True)  # of the one before
             self._folder.mkdir()
@@ -99,11 +102,19 @@ class Evaluator:
                     process_group=0, env=os.environ | {"OMP_NUM_THREADS": "1"},
                 )  # fmt: skip
             self._start_time = time.monotonic()
-        except OSError as error:
+        except Exception as error:
             logging.error("Cannot evaluate at step %s, and go on: %s", f"{self._step:,}", error)
+
+    def _has_ended(self):
+        # Left unwaited for, so that its number stays that of its group.
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._process.pid, how) is not None
 
     def _end(self):
         process, self._process = self._process, None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it has left behind
+        process.wait()
         process.stdin.close()
         try:
             result = json.loads((self._folder / RESULT).read_text())

@@ -443,15 +443,29 @@ def choose_precision(flags, model_class, devices):
         logging.warning("--precision bf16 is slower than fp32 on this machine, which emulates it")
 
 
+def check_actions(agent_output, row):
+    """Refuse a net whose actions are not those of the environment.
+
+    Args:
+      agent_output, row: an answer of the net and the row that it answers, [1, 1, ...] each.
+    """
+    chosen, taken = agent_output["action"], row["last_action"]
+    if chosen.shape != taken.shape or chosen.is_floating_point() != taken.is_floating_point():
+        raise FlagError(
+            f"Net chooses actions {list(chosen.shape)} of {chosen.dtype}, but the environment "
+            f"takes {list(taken.shape)} of {taken.dtype} ([T, B, parts], without parts where "
+            "actions are Discrete): edit Net and the losses (docs/action_spaces.md)"
+        )
+
+
 def check_lock_step(flags, num_envs):
     """Refuse what --deterministic does not go with.
 
     Args:
       num_envs: of all actors together.
     """
-    wanted = {"batch_size": num_envs, "num_learner_threads": 1, "num_inference_threads": 1}
-    for name, value in wanted.items():
-        if getattr(flags, name, value) != value:
+    for name, value in {"batch_size": num_envs, "num_learner_threads": 1}.items():
+        if getattr(flags, name) != value:
             raise FlagError(
                 f"--{name} is {getattr(flags, name)}, but --deterministic makes each batch of one "
                 f"rollout of each of the {num_envs} environments, one after the other: give "
@@ -459,6 +473,11 @@ def check_lock_step(flags, num_envs):
             )
     if flags.autotune:
         raise FlagError("--autotune goes by the time that things take, --deterministic by none")
+    if flags.eval_interval:
+        raise FlagError(
+            "--eval_interval logs evaluations when they end, which a clock decides, and "
+            "--deterministic makes logs that are the same: leave out one of them"
+        )
 
 
 def make_deterministic():

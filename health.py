@@ -9,7 +9,7 @@ makes none costs nothing but them.
     clipped_rhos           share of the transitions whose importance weight rho exceeds 1, where
                            V-trace clips it; of two policies that are close, about a half
     effective_sample_size  (sum of rhos)^2 / sum of rhos^2, as a share of the transitions (Kish
-                           1965): 1 on-policy, towards 0 where a few of them weigh for all
+                           1965): 1 on-policy, toward 0 where a few of them weigh for all
     log_rho_mean           mean and standard deviation of log rho, in nats; 0 on-policy
     log_rho_std
     behavior_target_kl     mean Kullback-Leibler divergence, in nats, from the policy that acted to
@@ -46,7 +46,8 @@ MAX_CLIPPED_UPDATES = 0.95
 # Updates. Whatever is under way makes up a few batches, or as many as there are environments to
 # each rollout of a batch.
 MAX_POLICY_LAG = 100
-# Ticks in a row, a minute of them, until something counts as off, or as well again.
+# Ticks in a row (a minute, where they come every five seconds) until something counts as off, or
+# as well again.
 PATIENCE = 12
 # Updates at the start that are not judged: the values are all wrong then, and gradients long.
 WARM_UP = 1000
@@ -74,31 +75,51 @@ class Check(NamedTuple):
 FRESHER = "lower --learning_rate, raise --batch_size, or have fewer environments"
 CHECKS = (
     Check(
-        *("effective_sample_size", "ESS", MIN_EFFECTIVE_SAMPLE_SIZE, 0),
-        "a few transitions weigh for all, as the actors' policies are far from the learner's: "
-        + FRESHER,
+        name="effective_sample_size",
+        label="ESS",
+        limit=MIN_EFFECTIVE_SAMPLE_SIZE,
+        worst=0,
+        words="a few transitions weigh for all, as the actors' policies are far from the "
+        f"learner's: {FRESHER}",
     ),
     Check(
-        *("behavior_target_kl", "KL", MAX_KL, 1),
-        f"the actors' policies are far from the learner's: {FRESHER}",
+        name="behavior_target_kl",
+        label="KL",
+        limit=MAX_KL,
+        worst=1,
+        words=f"the actors' policies are far from the learner's: {FRESHER}",
     ),
     Check(
-        *("policy_lag_max", "lag", MAX_POLICY_LAG, 10 * MAX_POLICY_LAG),
-        "some rollouts were made with a policy that is that many updates old: look for an actor or "
-        "a server that is slow or was stopped; else raise --batch_size or have fewer environments",
+        name="policy_lag_max",
+        label="lag",
+        limit=MAX_POLICY_LAG,
+        worst=10 * MAX_POLICY_LAG,
+        words="some rollouts were made with a policy that is that many updates old: look for an "
+        "actor or a server that is slow or was stopped; else raise --batch_size or have fewer "
+        "environments",
     ),
     Check(
-        *("entropy_share", "entropy", MIN_ENTROPY_SHARE, 0),
-        "the policy hardly explores any more: if it has not learned yet, raise --entropy_cost",
+        name="entropy_share",
+        label="entropy",
+        limit=MIN_ENTROPY_SHARE,
+        worst=0,
+        words="the policy hardly explores any more: if it has not learned yet, raise "
+        "--entropy_cost",
     ),
     Check(
-        *("explained_variance", "baseline", MIN_EXPLAINED_VARIANCE, -1),
-        "the baseline foretells returns worse than a constant would: unless there are too few "
-        "rewards yet to learn it from, raise --baseline_cost or lower --learning_rate",
+        name="explained_variance",
+        label="baseline",
+        limit=MIN_EXPLAINED_VARIANCE,
+        worst=-1,
+        words="the baseline foretells returns worse than a constant would: unless there are too "
+        "few rewards yet to learn it from, raise --baseline_cost or lower --learning_rate",
     ),
     Check(
-        *("clipped_updates", "clipped", MAX_CLIPPED_UPDATES, 1),
-        "the length of nearly every step is that of the clipping, not of the gradient: raise "
+        name="clipped_updates",
+        label="clipped",
+        limit=MAX_CLIPPED_UPDATES,
+        worst=1,
+        words="the length of nearly every step is that of the clipping, not of the gradient: raise "
         "--grad_norm_clipping, or make the loss smaller (rewards, --batch_size, --unroll_length)",
     ),
 )
@@ -231,8 +252,7 @@ class Checkup:
                 else:
                     logging.info("Health: %s is well again: %.3g", check.name, value)
             self._contrary[check.name] = contrary
-        off = {c.severity(value): (c, value) for c, value in values.items() if c.name in self._off}
-        if off:
-            check, value = off[max(off)]
-        self._text = f"{check.label} {value:.3g}" if off else "ok"
+        off = [check for check in values if check.name in self._off]
+        worst = max(off, key=lambda check: check.severity(values[check]), default=None)
+        self._text = f"{worst.label} {values[worst]:.3g}" if off else "ok"
         return self._text

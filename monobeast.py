@@ -67,7 +67,7 @@ run.add_argument("--mode", default="train", choices=["train", "test", "test_rend
 run.add_argument("--env", default="PongNoFrameskip-v4", help="Gymnasium environment.")
 run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
                  help="What steps the games in training: one environment after the other, or "
-                 "ale-py's AtariVectorEnv, whose games differ a little (README.md says how). "
+                 "ale-py's AtariVectorEnv, whose games differ a little (docs/ale_vector.md). "
                  "--mode test always plays with gym.")
 run.add_argument("--xpid", help="Name of the run; one that has a checkpoint is resumed. "
                  "By default a new name, made of the time; to test, the latest run.")
@@ -148,7 +148,7 @@ def create_environments(flags, num_envs, seed, name):
 
 
 class CenteredConv2d(nn.Conv2d):
-    """A convolution that sees how the pixels of a patch differ, not how bright they are together.
+    """A convolution that sees how the pixels of a patch differ, not how bright all of them are.
 
     Most of a frame is background. If filters answered to it, the first updates would fit its
     brightness, and see a ball of two pixels only hundreds of thousands of steps later.
@@ -167,10 +167,10 @@ class AtariNet(nn.Module):
     def __init__(self, observation_space, num_actions, use_lstm=False):
         super().__init__()
         shape = observation_space.shape
-        if shape is None or len(shape) != 3 or min(shape[1:]) < 36:
+        if len(shape or ()) != 3 or min(shape[1:]) < 36 or not isinstance(num_actions, int):
             raise experiment.FlagError(
-                f"Net is for frames [channels, height, width] of at least 36x36 pixels, but the "
-                f"environment's observations are {observation_space}; edit AtariNet in {__file__}"
+                f"Net is for frames [channels, height, width] of 36x36 pixels or more and Discrete "
+                f"actions, not {observation_space}, {num_actions}: edit AtariNet in {__file__}"
             )
         self.num_actions = num_actions
         self.conv = nn.Sequential(
@@ -371,7 +371,8 @@ class PublishedWeights:
     def load_into(self, model, version=None):
         """Copy weights into `model` and return their version: the newest, or what is asked for.
 
-        A version asked for must be one of the newest two, and the next one not be published yet.
+        Version + 2, which goes to the same slot as a version asked for, must not be published
+        before this returns; lock step sees to that.
         """
         if version is None:
             while version != self.version:
@@ -529,6 +530,7 @@ def train(flags):
     with torch.no_grad():
         row = map_nest(lambda a: torch.from_numpy(a).unsqueeze(0), sample.initial())
         agent_output, agent_state = model(row, model.initial_state(1))
+    experiment.check_actions(agent_output, row)
     sample.close()
     weights = PublishedWeights(model)
     buffers = create_buffers(flags, row, agent_output, agent_state)

@@ -13,6 +13,7 @@ PACKAGES = {
     "ale_py": "ale-py",
     "cv2": "opencv-python-headless",
     "google": "protobuf",
+    "google.protobuf": "protobuf",
     "grpc": "grpcio",
     "gymnasium": "gymnasium",
     "numpy": "numpy",
@@ -26,14 +27,13 @@ def advice(error):
     """Return how to install what is missing, to be put behind the error; else an empty text."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""
-    name = error.name.partition(".")[0]
     pip = f"{sys.executable} -m pip install"
-    if name not in PACKAGES:
-        return f"; if its package has the same name: {pip} {name}"
+    if error.name not in PACKAGES:
+        return f"; if its package has the same name: {pip} {error.name.partition('.')[0]}"
     is_server = _program() == "polybeast_env.py"
     file = "requirements-env.txt" if is_server else "requirements.txt"
     file = os.path.join(os.path.dirname(os.path.abspath(__file__)), file)
-    return f"; {PACKAGES[name]} and what else is needed: {pip} -r {file}"
+    return f"; {PACKAGES[error.name]} and what else is needed: {pip} -r {file}"
 
 
 def _program():
@@ -41,8 +41,7 @@ def _program():
 
 
 def _tell(kind, error, traceback):
-    is_ours = isinstance(error, ModuleNotFoundError) and error.name
-    if is_ours and error.name.partition(".")[0] in PACKAGES:
+    if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
         print(f"{_program()}: {error}{advice(error)}", file=sys.stderr)
     else:
         _usual_hook(kind, error, traceback)

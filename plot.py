@@ -54,7 +54,10 @@ class Run(NamedTuple):
     def settings(self):
         """What runs of one curve have in common. A switch that is off may be missing as well."""
         flags = self.meta.get("flags", {}).items()
-        settings = {k: v for k, v in flags if k not in NOT_SETTINGS and v not in (None, False)}
+        # Not `in (None, False)`: 0 is False to that, and is a value.
+        settings = {
+            k: v for k, v in flags if k not in NOT_SETTINGS and v is not None and v is not False
+        }
         return {"program": self.program} | settings if self.meta else {}
 
     @property
@@ -408,9 +411,9 @@ def main(argv=None):
     for label, members in groups.items():
         if len(commits := {commit for run in members for commit in run.commits}) > 1:
             notes.append(f"{label}: one curve of several commits ({', '.join(sorted(commits))})")
-        shortest, *_, longest = sorted([*members] * 2, key=lambda run: run.columns["steps"][-1])
-        if (end := shortest.columns["steps"][-1]) < 0.9 * longest.columns["steps"][-1]:
-            notes.append(f"{label}: ends at {end:,.0f} steps, as {shortest.name} does")
+        ends = {run.columns["steps"][-1]: run.name for run in members}
+        if (end := min(ends)) < 0.9 * max(ends):
+            notes.append(f"{label}: ends at {end:,.0f} steps, as {ends[end]} does")
     data = collect(groups, figures, flags.common)
     for note in notes:
         print(note)

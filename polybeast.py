@@ -75,7 +75,7 @@ run.add_argument("--mode", default="train", choices=["train", "test", "test_rend
 run.add_argument("--env", default="PongNoFrameskip-v4", help="Gymnasium environment.")
 run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
                  help="What steps the games in training: one environment after the other, or "
-                 "ale-py's AtariVectorEnv, whose games differ a little (README.md says how). "
+                 "ale-py's AtariVectorEnv, whose games differ a little (docs/ale_vector.md). "
                  "--mode test always plays with gym.")
 run.add_argument("--xpid", help="Name of the run; one that has a checkpoint is resumed. "
                  "By default a new name, made of the time; to test, the latest run.")
@@ -158,7 +158,7 @@ ENV_SCRIPT = polybeast_env.__file__  # what local servers run
 
 
 class CenteredConv2d(nn.Conv2d):
-    """A convolution that sees how the pixels of a patch differ, not how bright they are together.
+    """A convolution that sees how the pixels of a patch differ, not how bright all of them are.
 
     Most of a frame is background. If filters answered to it, the first updates would fit its
     brightness, and see a ball of two pixels only hundreds of thousands of steps later.
@@ -217,10 +217,10 @@ class AtariNet(nn.Module):
     def __init__(self, observation_space, num_actions, use_lstm=False, model="deep"):
         super().__init__()
         shape = observation_space.shape
-        if shape is None or len(shape) != 3 or min(shape[1:]) < 36:
+        if len(shape or ()) != 3 or min(shape[1:]) < 36 or not isinstance(num_actions, int):
             raise experiment.FlagError(
-                f"Net is for frames [channels, height, width] of at least 36x36 pixels, but the "
-                f"environment's observations are {observation_space}; edit AtariNet in {__file__}"
+                f"Net is for frames [channels, height, width] of 36x36 pixels or more and Discrete "
+                f"actions, not {observation_space}, {num_actions}: edit AtariNet in {__file__}"
             )
         self.num_actions = num_actions
         self.conv = deep_trunk(shape[0]) if model == "deep" else shallow_trunk(shape[0])
@@ -517,7 +517,8 @@ def train_on(flags, addresses, local):
         row = {"frame": map_nest(lambda x: x.unsqueeze(0), frame), "reward": torch.zeros(1, 1)}
         row |= {"done": torch.ones(1, 1, dtype=torch.bool)}
         row |= {"last_action": torch.from_numpy(empty_actions(action_space, 1)).unsqueeze(0)}
-        model(row, model.initial_state(1))
+        agent_output, _ = model(row, model.initial_state(1))
+    experiment.check_actions(agent_output, row)
     initial_agent_state = model.initial_state(1)
 
     model.to(device)

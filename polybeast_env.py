@@ -44,7 +44,7 @@ run.add_argument("--env", default="PongNoFrameskip-v4",
                  help="Gymnasium environment. (default: %(default)s)")
 run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
                  help="What steps the games: one environment after the other, or ale-py's "
-                 "AtariVectorEnv, whose games differ a little (README.md says how). "
+                 "AtariVectorEnv, whose games differ a little (docs/ale_vector.md). "
                  "(default: %(default)s)")
 run.add_argument("--seed", type=int, help="Seed of the environments, where the learner gives none. "
                  "By default a random one.")

@@ -76,7 +76,7 @@ void Rollout::set_env_outputs(int64_t t, const rpcenv::Step& step) {
   for (const auto& [key, buffers] : rows_) {
     const Nest<Array>& nest = row.at(key);
     if (!nest.same_structure(buffers)) {
-      throw WireError("the structure of the observation has changed");
+      throw WireError("the structure of " + key + " has changed");
     }
     if (stack_size_ > 0 && key == "frame") {
       std::optional<Array> previous;
@@ -90,7 +90,7 @@ void Rollout::set_env_outputs(int64_t t, const rpcenv::Step& step) {
     buffers.for_each([&](const Array& buffer) {
       const Array& array = arrays[i++];
       if (!fits(array, buffer, 0)) {
-        throw WireError("an observation was " + buffer.row(0).description() + " and is now " +
+        throw WireError(key + " was " + buffer.row(0).description() + " and is now " +
                         array.description());
       }
       copy_row(array, buffer, t);

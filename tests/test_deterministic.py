@@ -74,7 +74,8 @@ def test_what_follows_a_checkpoint_is_the_same_each_time(tmp_path, first):
     [("--batch_size 8", r"--batch_size is 8.* of the 16 environments.* give --batch_size 16"),
      ("--batch_size 16 --num_learner_threads 2", "give --num_learner_threads 1"),
      ("--batch_size 16 --num_buffers 48", "num_buffers is 48.* give it 32"),
-     ("--batch_size 16 --autotune", "--autotune")],
+     ("--batch_size 16 --autotune", "--autotune"),
+     ("--batch_size 16 --eval_interval 1000", "--eval_interval .* leave out one of them")],
 )  # fmt: skip
 def test_what_does_not_go_with_it_is_refused(words, message):
     flags = monobeast.parser.parse_args(["--deterministic", *words.split()])

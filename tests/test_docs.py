@@ -115,3 +115,10 @@ def test_every_page_is_in_the_index():
     index = (ROOT / "docs" / "README.md").read_text()
     for page in PAGES:
         assert page.name == "README.md" or f"({page.name})" in index
+
+
+def test_the_diff_in_the_readme_is_the_one_that_is_applied():
+    (block,) = [
+        block for lang, block in FENCE.findall((ROOT / "README.md").read_text()) if lang == "diff"
+    ]
+    assert block == (ROOT / "examples" / "minatar_monobeast.diff").read_text()

@@ -333,6 +333,22 @@ def test_each_game_of_a_test_becomes_a_video_and_no_other(name, tmp_path, monkey
     assert frames[0][0].shape == (80, 40, 3) and rates == (12,) * 3
 
 
+def test_a_video_that_cannot_be_written_ends_the_test_with_the_reason(tmp_path, monkeypatch, clips):
+    words = make_run("monobeast", tmp_path, "--env", "Catch")
+    monkeypatch.setattr(monobeast, "create_env", lambda flags: Painter(flags.render_mode))
+    tries = []
+
+    def write_videofile(self, path, logger=None):
+        tries.append(path)
+        raise OSError("No space left on device")
+
+    clip = sys.modules["moviepy.video.io.ImageSequenceClip"].ImageSequenceClip
+    monkeypatch.setattr(clip, "write_videofile", write_videofile)
+    with pytest.raises(EnvError, match="No space left on device"):
+        run_test("monobeast", words, "--num_episodes 3 --record_video", tmp_path / "videos")
+    assert len(tries) == 1  # not once more when the environment is closed
+
+
 def test_an_environment_without_a_screen_is_told_how_to_get_one(tmp_path, clips):
     words = make_run("monobeast", tmp_path, "--env", "Catch")
     with pytest.raises(EnvError, match="render_mode None; .*render_mode=flags.render_mode"):

@@ -194,7 +194,6 @@ def test_learning_is_the_same_without_the_figures(program, monkeypatch):
 
 
 def test_figures_leave_the_device_together(monkeypatch):
-    """Neither here nor in `learn` is a number asked for by itself."""
     batch = random_batch(7)[:-1]
     refuse = property(lambda self: pytest.fail("a number left the device by itself"))
     for name in ("item", "__float__", "__bool__", "__int__", "tolist", "nonzero", "numpy"):
@@ -326,6 +325,7 @@ def test_a_run_tells_of_its_health(tmp_path, fork, program):
         assert column(rows, name) and all(-1 <= x <= 1 for x in column(rows, name)), name
     assert set(column(rows, "clipped_updates")) == {1}
     assert output.count("Health: clipped_updates is 1: ") == 1
-    assert " | health - | " in output and " | health clipped 1 | " in output
+    assert " | health clipped 1 | " in output
+    assert " | health - | " in output or " | health ok | " in output  # before
     (events,) = (tmp_path / "run").glob("events.*")
     assert all(name.encode() in events.read_bytes() for name in health.NAMES)

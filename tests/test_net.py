@@ -7,7 +7,7 @@ import pytest
 import torch
 from catch import AtariNet
 
-from experiment import FlagError
+from experiment import FlagError, check_actions
 
 T, B, A = 6, 3, 5
 SPACE = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -201,8 +201,28 @@ def test_inputs_are_left_as_they_are(use_lstm, channels, dtype):
     ids=lambda space: str(space)[:30],
 )
 def test_observations_that_it_cannot_take_are_refused(space):
-    with pytest.raises(FlagError, match=r"\[channels, height, width\].*edit AtariNet"):
+    with pytest.raises(FlagError, match=r"\[channels, height, width\].*edit AtariNet in "):
         AtariNet(space, A)
+
+
+def test_actions_that_it_cannot_choose_are_refused():
+    with pytest.raises(FlagError, match=r"actions, not .*, \(3, 5\): edit AtariNet in "):
+        AtariNet(SPACE, (3, 5))
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "dtype", "wanted"),
+    [(1, torch.float32, r"\[1, 1, 1\] of torch.float32"), (2, torch.int64, r"\[1, 1, 2\]")],
+    ids=["Box", "MultiDiscrete"],
+)
+def test_a_net_of_other_actions_than_those_of_the_environment_is_refused(num_parts, dtype, wanted):
+    net = make_net()
+    row = make_rows(1, 1)
+    check_actions(net(row, ())[0], row)
+    row["last_action"] = torch.zeros(1, 1, num_parts, dtype=dtype)
+    chosen = {"action": torch.zeros(1, 1, dtype=torch.int64)}
+    with pytest.raises(FlagError, match=rf"\[1, 1\] of torch.int64, .* takes {wanted}"):
+        check_actions(chosen, row)
 
 
 def test_how_bright_the_background_is_does_not_matter():

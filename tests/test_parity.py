@@ -14,6 +14,7 @@ from environment import map_nest
 
 SPACE, A = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), 6
 SAME_FUNCTIONS = (
+    "CenteredConv2d",
     "compute_policy_gradient_loss",
     "compute_baseline_loss",
     "compute_entropy_loss",

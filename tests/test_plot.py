@@ -89,6 +89,8 @@ def test_other_flags_make_other_curves_which_are_named_after_them(tmp_path):
     ]
     names = ["learning_rate=0.1, no use_lstm (2 runs)", "learning_rate=0.2, use_lstm=True"]
     assert list(curves(tmp_path, *runs)) == names
+    runs = [write_run(tmp_path / "d", momentum=0.0), write_run(tmp_path / "e", momentum=0.9)]
+    assert list(curves(tmp_path, *runs)) == ["momentum=0.0", "momentum=0.9"]
 
 
 def test_labels_join_and_part_runs(tmp_path):
