@@ -454,7 +454,7 @@ class Beside:
 
     def wait(self, step):
         """Wait for the end of the evaluation that is under way; return its figures."""
-        wait_until(lambda: self.evaluator._process.poll() is not None)
+        wait_until(self.evaluator._has_ended)
         return self.tick(step)
 
 
@@ -542,7 +542,7 @@ def test_only_one_plays_at_a_time_and_closing_ends_it_with_its_children(
         own = os.getpriority(os.PRIO_PROCESS, 0)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(19, own + 10)
         assert beside.tick(200) == NOTHING
-        assert "No evaluation at step 200: that of step 100 is still playing" in caplog.text
+        assert "No evaluation at step 200: that of step 100 has been playing for" in caplog.text
         assert beside.evaluator._process is process and process.poll() is None
         began = time.monotonic()
         beside.evaluator.close()
@@ -551,6 +551,16 @@ def test_only_one_plays_at_a_time_and_closing_ends_it_with_its_children(
         wait_until(lambda: not helpers(process.pid), 5)
         assert beside.tick(10**6) == NOTHING and not beside.is_playing  # closed is closed
     assert list(beside.folder.iterdir()) == []
+
+
+def test_one_that_has_died_leaves_no_process_of_its_own(tmp_path, monkeypatch):
+    with Beside(tmp_path, monkeypatch, ENDLESS) as beside:
+        beside.tick(100)
+        pid = beside.evaluator._process.pid
+        wait_until(lambda: helpers(pid))
+        os.kill(pid, signal.SIGKILL)
+        assert beside.wait(150) == NOTHING
+        wait_until(lambda: not helpers(pid), 5)
 
 
 def test_a_snapshot_is_as_of_its_step_and_holds_copies(tmp_path, monkeypatch):

@@ -55,8 +55,9 @@ constexpr const char* kRefusals[] = {
     "the first row has stacks",
     "the whole stacks are",
     "the newest frames are",
-    "the structure of the observation",
-    "an observation was",
+    "the structure of frame",
+    "frame was",
+    "last_action was",
 };
 
 const char* program;
