@@ -118,7 +118,7 @@ def game_spec(env_id):
     if "AtariEnv" not in str(spec.entry_point):
         raise ValueError(
             f"{env_id} is not a game of ale-py, so Atari preprocessing does not fit it; name one, "
-            "such as PongNoFrameskip-v4 or ALE/Pong-v5, or make it with gymnasium.make"
+            "such as PongNoFrameskip-v4 or ALE/Pong-v5, or edit create_env (docs/environment.md)"
         )
     return spec
 

@@ -33,7 +33,7 @@ def add_flags(parser):
     group = parser.add_argument_group("evaluation")
     group.add_argument("--num_episodes", default=10, type=int, help="Whole games that a test "
                        "plays, and each evaluation of --eval_interval.")
-    group.add_argument("--num_test_envs", default=8, type=int, help="Of these, so many at once, "
+    group.add_argument("--num_test_envs", default=8, type=int, help="Games played at once, "
                        "with one batched forward pass a step.")
     group.add_argument("--greedy", action="store_true",
                        help="In a test, take the most probable action instead of sampling.")

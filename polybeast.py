@@ -71,8 +71,10 @@ parser = argparse.ArgumentParser(
 
 run = parser.add_argument_group("run")
 run.add_argument("--mode", default="train", choices=["train", "test", "test_render"],
-                 help="Train, or play whole games with a checkpoint, shown on screen or not.")
-run.add_argument("--env", default="PongNoFrameskip-v4", help="Gymnasium environment.")
+                 help="Train; test: play whole games with a checkpoint; test_render: the same, "
+                 "shown on screen.")
+run.add_argument("--env", default="PongNoFrameskip-v4",
+                 help="Atari game of ale-py; for any other environment, edit create_env.")
 run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
                  help="What steps the games in training: one environment after the other, or "
                  "ale-py's AtariVectorEnv, whose games differ a little (docs/ale_vector.md). "
@@ -89,8 +91,9 @@ run.add_argument("--wandb", action="store_true",
 run.add_argument("--disable_checkpoint", action="store_true", help="Save no checkpoint.")
 run.add_argument("--disable_cuda", action="store_true", help="Learn on the CPU.")
 run.add_argument("--precision", choices=["fp32", "bf16"],
-                 help="Of the net's layers up to the LSTM, in actors and learner; all else is "
-                 "float32. By default bf16 where the machine multiplies in it, else fp32.")
+                 help="Number format of the net's layers before the LSTM, in actors and learner; "
+                 "all else is float32. By default bf16 where the machine multiplies in it, else "
+                 "fp32.")
 run.add_argument("--autotune", action="store_true",
                  help="First find, in a minute or two, the fastest num_servers (num_actors, where "
                  "servers run already), envs_per_stream and, with a GPU, num_inference_threads "
@@ -113,7 +116,7 @@ training.add_argument("--max_learner_queue_size", type=int, help="Rollouts that 
                       "learner before actors do. By default batch_size.")
 training.add_argument("--model", default="deep", choices=["deep", "shallow"],
                       help="IMPALA's residual net, or the net of MonoBeast.")
-training.add_argument("--use_lstm", action="store_true", help="Use an LSTM.")
+training.add_argument("--use_lstm", action="store_true", help="Use an LSTM before the last layers.")
 training.add_argument("--write_profiler_trace", action="store_true",
                       help="Write a trace of 20 updates into the run's folder.")
 
@@ -135,7 +138,7 @@ credentials.add_flags(parser)
 loss = parser.add_argument_group("loss")
 loss.add_argument("--entropy_cost", default=0.01, type=float, help="Weight of the entropy in nats.")
 loss.add_argument("--baseline_cost", default=0.5, type=float, help="Weight of the baseline loss.")
-loss.add_argument("--discounting", default=0.99, type=float, help="Discount a step.")
+loss.add_argument("--discounting", default=0.99, type=float, help="Discount factor of a step.")
 loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "none"],
                   help="Clip rewards to [-1, 1] in the learner.")
 

@@ -41,7 +41,8 @@ parser = argparse.ArgumentParser(
 
 run = parser.add_argument_group("run")
 run.add_argument("--env", default="PongNoFrameskip-v4",
-                 help="Gymnasium environment. (default: %(default)s)")
+                 help="Atari game of ale-py; for any other environment, edit create_env. "
+                 "(default: %(default)s)")
 run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
                  help="What steps the games: one environment after the other, or ale-py's "
                  "AtariVectorEnv, whose games differ a little (docs/ale_vector.md). "

@@ -55,7 +55,7 @@ constexpr const char* kRefusals[] = {
     "the first row has stacks",
     "the whole stacks are",
     "the newest frames are",
-    "the structure of frame",
+    "the structure of frame has",
     "frame was",
     "last_action was",
 };
