@@ -555,8 +555,9 @@ def test_a_full_disk_tears_no_file_and_the_run_goes_on_and_tells(small_disk, cap
         assert checkpoint.load(flags)["step"] == 300
         names = ("logs.csv", "out.log", next(folder.glob("events*")).name)
         for name in names:
-            text = f"Cannot write {folder / name} (No space left on device)"
-            assert caplog.text.count(text) == 1
+            # A shorter line may still fit into the last block, and then each change is told.
+            lost = caplog.text.count(f"Cannot write {folder / name} (No space left on device)")
+            assert lost == 1 + caplog.text.count(f"Can write {folder / name} again: ") < 50
 
         filler.unlink()
         caplog.clear()
@@ -566,7 +567,8 @@ def test_a_full_disk_tears_no_file_and_the_run_goes_on_and_tells(small_disk, cap
         play_and_save(run, agent, [1.0])
     rows = read(folder / "logs.csv")
     written = [int(row["step"]) for row in rows]
-    assert 1 < len(written) < 150 and written == [*range(100, 99 + len(written)), 301]
+    assert 1 < len(written) < 150 and written == sorted(set(written))
+    assert written[0] == 100 and written[-1] == 301
     assert [int(row["_tick"]) for row in rows] == list(range(len(rows)))
     assert {row["steps_per_second"] is None for row in rows} == {False}
     assert rows[-1]["new"] == "4.0" and rows[-2]["new"] == ""
