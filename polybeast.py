@@ -136,14 +136,14 @@ servers.add_argument("--envs_per_stream", type=int, help="Environments that a se
 credentials.add_flags(parser)
 
 loss = parser.add_argument_group("loss")
-loss.add_argument("--entropy_cost", default=0.01, type=float, help="Weight of the entropy in nats.")
+loss.add_argument("--entropy_cost", default=3e-3, type=float, help="Weight of the entropy in nats.")
 loss.add_argument("--baseline_cost", default=0.5, type=float, help="Weight of the baseline loss.")
 loss.add_argument("--discounting", default=0.99, type=float, help="Discount factor of a step.")
 loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "none"],
                   help="Clip rewards to [-1, 1] in the learner.")
 
 optimizer = parser.add_argument_group("optimizer (RMSProp)")
-optimizer.add_argument("--learning_rate", default=1e-3, type=float,
+optimizer.add_argument("--learning_rate", default=2e-3, type=float,
                        help="Learning rate at the start; falls linearly to 0 at total_steps.")
 optimizer.add_argument("--alpha", default=0.99, type=float, help="Decay of the mean of squares.")
 optimizer.add_argument("--momentum", default=0.0, type=float, help="Momentum.")

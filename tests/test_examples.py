@@ -34,7 +34,7 @@ WORDS = {
     "monobeast": "--num_actors 1 --envs_per_actor 16 --batch_size 16",
     "polybeast": "--num_servers 1 --envs_per_stream 16 --batch_size 16 --model shallow",
 }
-LEARNING = "--learning_rate 0.002 --total_steps 1_000_000 --seed 3 --disable_checkpoint"
+LEARNING = "--total_steps 1_000_000 --seed 3 --disable_checkpoint"
 
 both = pytest.mark.parametrize("program", ["monobeast", "polybeast"])
 # Each learns for a minute or two, all of them too long for `make test`: `make examples`.

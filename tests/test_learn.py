@@ -181,9 +181,8 @@ def two_step_batch(rewards, actions):
         "terminated": torch.zeros(3, dtype=torch.bool),
     }
     model = Table(torch.zeros(3, 2), torch.tensor([1.0, 2.0, 3.0]))
-    figures = learn(
-        {key: value.unsqueeze(1) for key, value in batch.items()}, model, discounting=0.5
-    )
+    batch = {key: value.unsqueeze(1) for key, value in batch.items()}
+    figures = learn(batch, model, discounting=0.5, entropy_cost=0.01)
     return figures, model.policy_logits.grad.tolist(), model.baseline.grad.tolist()
 
 
