@@ -273,6 +273,8 @@ def draw_picture(data, x_names, path):
         axes.grid(alpha=0.3)
         if x_name != "hours":
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        else:
+            axes.locator_params(axis="x", nbins=6)  # of a short run they have many digits
 
     handles = {}
     drawn = [by_x["steps"] for curve in data["curves"] for by_x in curve["figures"].values()]

@@ -557,7 +557,10 @@ def test_a_full_disk_tears_no_file_and_the_run_goes_on_and_tells(small_disk, cap
         for name in names:
             # A shorter line may still fit into the last block, and then each change is told.
             lost = caplog.text.count(f"Cannot write {folder / name} (No space left on device)")
-            assert lost == 1 + caplog.text.count(f"Can write {folder / name} again: ") < 50
+            again = caplog.text.count(f"Can write {folder / name} again: ")
+            assert lost == again + 1
+            assert again < 50
+        told = caplog.text
 
         filler.unlink()
         caplog.clear()
@@ -569,6 +572,8 @@ def test_a_full_disk_tears_no_file_and_the_run_goes_on_and_tells(small_disk, cap
     written = [int(row["step"]) for row in rows]
     assert 1 < len(written) < 150 and written == sorted(set(written))
     assert written[0] == 100 and written[-1] == 301
+    words = rf"Can write {folder / 'logs.csv'} again: (\d+) entries"
+    assert len(written) + sum(map(int, re.findall(words, told + caplog.text))) == 202
     assert [int(row["_tick"]) for row in rows] == list(range(len(rows)))
     assert {row["steps_per_second"] is None for row in rows} == {False}
     assert rows[-1]["new"] == "4.0" and rows[-2]["new"] == ""
