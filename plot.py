@@ -232,7 +232,8 @@ def collect(groups, figures, common):
     skips = {float(run.columns["frames"][-1] / run.columns["steps"][-1]) for run in runs}
     x_axes = dict(X_AXES)
     if len(skips) == 1:
-        x_axes["steps"] += f" ({skips.pop():g} frames each)"
+        skip = skips.pop()
+        x_axes["steps"] += f" ({skip:g} frame{'s' * (skip != 1)} each)"
     return {
         "x_axes": x_axes,
         "limits": limits,
