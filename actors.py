@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Actor processes and the queues of buffer indices between them and the learner: MonoBeast's only.
 
-What is learned stands in monobeast.py; here stands who lives, who dies, and who holds which buffer.
+What is learned stands in monobeast.py; here stands who lives, who dies, who holds which buffer, and
+how many buffers there must be.
 """
 
 import contextlib
@@ -13,12 +14,14 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
+import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections import deque
 
+from checkpoint import FlagError
 from watchdog import PATIENCE, STOP_SIGNALS, print_stacks_on_signal
 
 # So many deaths of every actor end the run, if none gave so many rollouts (of each of its
@@ -26,6 +29,60 @@ from watchdog import PATIENCE, STOP_SIGNALS, print_stacks_on_signal
 MAX_DEATHS, MIN_ROLLOUTS = 5, 10
 PAUSES = (0, 1, 3, 10, 30)  # seconds before it is started anew, by how often it has died so
 HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)  # which an actor is not ready for at once
+
+
+def check_buffers(flags):
+    """Refuse fewer buffers than can be in use at once; fill in num_buffers.
+
+    At the least number actors and learner wait for each other, so by default there is room for one
+    batch more. What is beyond that waits in the full queue, and makes the policy lag larger.
+    """
+    least = flags.num_actors * flags.envs_per_actor + flags.batch_size
+    if flags.num_buffers is None:
+        flags.num_buffers = least if flags.deterministic else least + flags.batch_size
+    if flags.num_buffers < least:
+        raise FlagError(
+            f"--num_buffers is {flags.num_buffers}, but the actors fill --num_actors x "
+            f"--envs_per_actor = {flags.num_actors} x {flags.envs_per_actor} buffers at once, and "
+            f"the learner takes --batch_size = {flags.batch_size} more: give it at least {least}"
+        )
+    if flags.deterministic and flags.num_buffers != least:
+        raise FlagError(
+            f"--num_buffers is {flags.num_buffers}, but with --deterministic actors fill as many "
+            f"as the learner has: give it {least}, or leave it out"
+        )
+
+
+def check_lock_step(flags):
+    """Refuse what --deterministic does not go with."""
+    num_envs = flags.num_actors * flags.envs_per_actor
+    for name, value in {"batch_size": num_envs, "num_learner_threads": 1}.items():
+        if getattr(flags, name) != value:
+            raise FlagError(
+                f"--{name} is {getattr(flags, name)}, but --deterministic makes each batch of one "
+                f"rollout of each of the {num_envs} environments, one after the other: give "
+                f"--{name} {value}"
+            )
+    if flags.autotune:
+        raise FlagError("--autotune goes by the time that things take, --deterministic by none")
+    if flags.eval_interval:
+        raise FlagError(
+            "--eval_interval logs evaluations when they end, which a clock decides, and "
+            "--deterministic makes logs that are the same: leave out one of them"
+        )
+
+
+def check_shared_memory(flags, num_bytes):
+    """Refuse buffers for which /dev/shm has no room: to touch them would end the run by SIGBUS."""
+    free = shutil.disk_usage("/dev/shm").free
+    if num_bytes > 0.95 * free:
+        raise FlagError(
+            f"the rollout buffers need {num_bytes / 2**20:,.0f} MiB of shared memory, but "
+            f"/dev/shm has {free / 2**20:,.0f} MiB left: enlarge it (mount -o remount,size=... "
+            "/dev/shm; in Docker: docker run --shm-size=...), or lower --num_buffers "
+            f"({flags.num_buffers}), --num_actors ({flags.num_actors}) or --envs_per_actor "
+            f"({flags.envs_per_actor})"
+        )
 
 
 def start_fork_server():

@@ -54,8 +54,10 @@ def check_flags(flags):
     for name in ("num_episodes", "num_test_envs"):
         if getattr(flags, name) < 1:
             raise FlagError(f"--{name} is {getattr(flags, name)}; it must be positive")
-    if flags.eval_interval < 0:
-        raise FlagError(f"--eval_interval is {flags.eval_interval}; it must not be negative")
+    for name in ("eval_interval", "seed"):
+        value = getattr(flags, name)
+        if value is not None and value < 0:
+            raise FlagError(f"--{name} is {value}; it must not be negative")
     if flags.record_video is None:
         return
     if flags.mode != "test":

@@ -43,6 +43,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import checkpoint
 from checkpoint import BEST, CALL_FLAGS, NEWEST, FlagError, run_path
+from environment import EnvError
 from watchdog import STOP_SIGNALS
 from whole_files import CSVFile, EventFile, LogHandler, replace_file
 
@@ -99,6 +100,29 @@ def command_words(parser, flags):
             option = action.option_strings[0]
             words.append(option if action.nargs == 0 else f"{option}={value}")
     return words
+
+
+def check_flags(flags, *positive):
+    """Refuse flags named in `positive` that are neither None nor positive; draw a seed, if none."""
+    if sys.platform != "linux":
+        raise FlagError(f"this runs on Linux alone, not on {sys.platform}")
+    for name in positive:
+        value = getattr(flags, name)
+        if value is not None and not value > 0:
+            raise FlagError(f"--{name} is {value}; it must be positive")
+    if flags.seed is None:
+        flags.seed = int.from_bytes(os.urandom(4), "little")
+
+
+def run_program(main):
+    """Run a program's `main` and exit with its status; what a user can mend needs no traceback."""
+    start_logging()
+    try:
+        sys.exit(main())
+    except (FlagError, EnvError) as error:
+        sys.exit(f"{os.path.basename(sys.argv[0])}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def is_good(figures):
@@ -458,28 +482,6 @@ def check_actions(agent_output, row):
         )
 
 
-def check_lock_step(flags, num_envs):
-    """Refuse what --deterministic does not go with.
-
-    Args:
-      num_envs: of all actors together.
-    """
-    for name, value in {"batch_size": num_envs, "num_learner_threads": 1}.items():
-        if getattr(flags, name) != value:
-            raise FlagError(
-                f"--{name} is {getattr(flags, name)}, but --deterministic makes each batch of one "
-                f"rollout of each of the {num_envs} environments, one after the other: give "
-                f"--{name} {value}"
-            )
-    if flags.autotune:
-        raise FlagError("--autotune goes by the time that things take, --deterministic by none")
-    if flags.eval_interval:
-        raise FlagError(
-            "--eval_interval logs evaluations when they end, which a clock decides, and "
-            "--deterministic makes logs that are the same: leave out one of them"
-        )
-
-
 def make_deterministic():
     """Have PyTorch compute the same from the same; what cannot raises RuntimeError."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
@@ -525,6 +527,7 @@ def _describe_run(flags):
         "machine": {
             "host": platform.node(),
             "system": platform.platform(),
+            "cpu": _cpu_name(),
             "cores": os.cpu_count(),
             "usable_cores": len(os.sched_getaffinity(0)),
             "gpus": [
@@ -538,6 +541,13 @@ def _describe_run(flags):
     }
 
 
+def _cpu_name():
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        return next(
+            (s.partition(":")[2].strip() for s in lines if s.startswith("model name")), None
+        )
+
+
 def _versions():
     packages = ("torch", "numpy", "gymnasium", "ale-py", "opencv-python-headless")
     found = {name: list(importlib.metadata.distributions(name=name)) for name in packages}
@@ -546,6 +556,18 @@ def _versions():
 
 def _now():
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def run_figures(stats, optimizer, lags):
+    """Return the mean returns, the learning rate and the policy lag as columns of the log."""
+    return {
+        "mean_episode_return": mean(stats["episode_returns"]),
+        "mean_game_return": mean(stats["game_returns"]),
+        "learning_rate": optimizer.param_groups[0]["lr"],
+        "policy_lag_min": min(lags, default=None),
+        "policy_lag_mean": mean(lags),
+        "policy_lag_max": max(lags, default=None),
+    }
 
 
 def mean(values):

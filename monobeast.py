@@ -30,9 +30,7 @@ import contextlib
 import logging
 import os
 import pprint
-import shutil
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -50,9 +48,16 @@ import evaluator
 import experiment
 import health
 import vtrace
-from actors import Actors, live_for_parent, start_fork_server
+from actors import (
+    Actors,
+    check_buffers,
+    check_lock_step,
+    check_shared_memory,
+    live_for_parent,
+    start_fork_server,
+)
 from ale_vector import AtariEnvironments
-from environment import EnvError, Environments, map_nest
+from environment import Environments, map_nest
 from timing import Stopwatch, TimeShares
 from watchdog import Watchdog, print_stacks_on_signal
 
@@ -66,7 +71,8 @@ run.add_argument("--mode", default="train", choices=["train", "test", "test_rend
                  help="Train; test: play whole games with a checkpoint; test_render: the same, "
                  "shown on screen.")
 run.add_argument("--env", default="PongNoFrameskip-v4",
-                 help="Atari game of ale-py; for any other environment, edit create_env.")
+                 help="Atari game of ale-py; for any other environment, edit create_env (for "
+                 "PolyBeast that of polybeast_env.py).")
 run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
                  help="What steps the games in training: one environment after the other, or "
                  "ale-py's AtariVectorEnv, whose games differ a little (docs/ale_vector.md). "
@@ -78,7 +84,8 @@ run.add_argument("--seed", type=int, help="Seed of environments, model and actio
                  "By default a random one, which meta.json tells.")
 run.add_argument("--deterministic", action="store_true",
                  help="Have actors and learner go in lock step, policies always one update behind, "
-                 "so that runs with one --seed on one machine are the same (and slower).")
+                 "so that runs with one --seed on one machine are the same (and slower). Needs "
+                 "--batch_size = num_actors * envs_per_actor.")
 run.add_argument("--checkpoint_interval_s", default=600, type=float,
                  help="Seconds from one checkpoint to the next: the most that a kill can cost.")
 run.add_argument("--wandb", action="store_true",
@@ -106,7 +113,8 @@ training.add_argument("--envs_per_actor", default=8, type=int,
 training.add_argument("--batch_size", default=8, type=int, help="Rollouts in a batch.")
 training.add_argument("--unroll_length", default=20, type=int, help="Steps in a rollout.")
 training.add_argument("--num_buffers", type=int, help="Rollouts held in shared memory. "
-                      "By default num_actors * envs_per_actor + 2 * batch_size.")
+                      "By default num_actors * envs_per_actor + 2 * batch_size; with "
+                      "--deterministic, + batch_size.")
 training.add_argument("--num_learner_threads", default=1, type=int,
                       help="Threads that make batches; one learns while others make the next.")
 training.add_argument("--use_lstm", action="store_true", help="Use an LSTM before the last layers.")
@@ -463,14 +471,7 @@ def create_buffers(flags, row, agent_output, agent_state):
     }
     sizes = []
     map_nest(lambda x: sizes.append(x.numel() * x.element_size()), shapes)
-    free = shutil.disk_usage("/dev/shm").free
-    if sum(sizes) > 0.95 * free:
-        raise experiment.FlagError(
-            f"the rollout buffers need {sum(sizes) / 2**20:,.0f} MiB of shared memory, but "
-            f"/dev/shm has {free / 2**20:,.0f} MiB left: enlarge it (mount -o remount,size=... "
-            f"/dev/shm; in Docker: docker run --shm-size=...), or lower --num_buffers ({M}), "
-            f"--num_actors ({flags.num_actors}) or --envs_per_actor ({flags.envs_per_actor})"
-        )
+    check_shared_memory(flags, sum(sizes))
     return map_nest(lambda x: torch.zeros_like(x, device="cpu").share_memory_(), shapes)
 
 
@@ -481,32 +482,15 @@ def get_device(flags):
 
 def check_flags(flags):
     """Refuse what cannot work, before anything starts; fill in what depends on other flags."""
-    for name in ("num_actors", "envs_per_actor", "batch_size", "unroll_length", "total_steps",
-                 "num_learner_threads", "stall_timeout_s", "checkpoint_interval_s"):  # fmt: skip
-        if not getattr(flags, name) > 0:
-            raise experiment.FlagError(f"--{name} is {getattr(flags, name)}; it must be positive")
-    num_envs = flags.num_actors * flags.envs_per_actor
+    experiment.check_flags(
+        flags, "num_actors", "envs_per_actor", "batch_size", "unroll_length", "total_steps",
+        "num_learner_threads", "stall_timeout_s", "checkpoint_interval_s", "learning_rate",
+        "grad_norm_clipping",
+    )  # fmt: skip
     if flags.deterministic:
-        experiment.check_lock_step(flags, num_envs)
-    least = num_envs + flags.batch_size
-    if flags.num_buffers is None:
-        flags.num_buffers = least if flags.deterministic else least + flags.batch_size
-    if flags.num_buffers < least:
-        raise experiment.FlagError(
-            f"--num_buffers is {flags.num_buffers}, but the actors fill --num_actors x "
-            f"--envs_per_actor = {flags.num_actors} x {flags.envs_per_actor} buffers at once, and "
-            f"the learner takes --batch_size = {flags.batch_size} more: give it at least {least}"
-        )
+        check_lock_step(flags)
+    check_buffers(flags)
     evaluate.check_flags(flags)
-    if flags.deterministic and flags.num_buffers != least:
-        raise experiment.FlagError(
-            f"--num_buffers is {flags.num_buffers}, but with --deterministic actors fill as many "
-            f"as the learner has: give it {least}, or leave it out"
-        )
-    if flags.seed is not None and flags.seed < 0:
-        raise experiment.FlagError(f"--seed is {flags.seed}; it must not be negative")
-    if flags.seed is None:
-        flags.seed = int.from_bytes(os.urandom(4), "little")
     # Actors compute on the CPU.
     experiment.choose_precision(flags, Net, [get_device(flags), torch.device("cpu")])
 
@@ -631,13 +615,8 @@ def train(flags):
     def log():
         with lock:
             step, latest = stats["step"], dict(figures)
-            latest["mean_episode_return"] = experiment.mean(stats["episode_returns"])
-            latest["mean_game_return"] = experiment.mean(stats["game_returns"])
-            latest["learning_rate"] = optimizer.param_groups[0]["lr"]
-            for name, function in (("min", min), ("mean", experiment.mean), ("max", max)):
-                latest[f"policy_lag_{name}"] = function(lags) if lags else None
+            latest |= experiment.run_figures(stats, optimizer, lags) | checkup.means()
             lags.clear()
-            latest |= checkup.means()
         latest |= time_shares(
             learner_wait=learner_waits.seconds(),
             actor_wait=actors.seconds_waited() / flags.num_actors,
@@ -717,10 +696,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    experiment.start_logging()
-    try:
-        sys.exit(main())
-    except (experiment.FlagError, EnvError) as error:
-        sys.exit(f"monobeast.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    experiment.run_program(main)

@@ -348,6 +348,8 @@ def describe_runs(groups):
             machine, earlier = meta.get("machine", {}), len(meta.get("earlier", []))
             gpus = ", ".join(machine.get("gpus", [])) or "no GPU"
             cores = f"{machine.get('usable_cores')} of {machine.get('cores')} cores"
+            if machine.get("cpu"):  # runs of before do not tell it
+                cores += f" of {machine['cpu']}"
             rows.append([
                 label, run.path, meta.get("flags", {}).get("seed", "-"), *(last or ["-"])[:1],
                 f"{columns['steps'][-1]:,.0f}", f"{hours:.2f}",

@@ -74,7 +74,8 @@ run.add_argument("--mode", default="train", choices=["train", "test", "test_rend
                  help="Train; test: play whole games with a checkpoint; test_render: the same, "
                  "shown on screen.")
 run.add_argument("--env", default="PongNoFrameskip-v4",
-                 help="Atari game of ale-py; for any other environment, edit create_env.")
+                 help="Atari game of ale-py; for any other environment, edit create_env (for "
+                 "PolyBeast that of polybeast_env.py).")
 run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
                  help="What steps the games in training: one environment after the other, or "
                  "ale-py's AtariVectorEnv, whose games differ a little (docs/ale_vector.md). "
@@ -444,12 +445,11 @@ def get_device(flags):
 
 def check_flags(flags):
     """Refuse what cannot work, before anything starts; fill in what depends on other flags."""
-    for name in ("num_servers", "num_actors", "envs_per_stream", "batch_size", "unroll_length",
-                 "total_steps", "num_learner_threads", "num_inference_threads",
-                 "max_learner_queue_size", "stall_timeout_s", "checkpoint_interval_s"):  # fmt: skip
-        value = getattr(flags, name)
-        if value is not None and not value > 0:
-            raise experiment.FlagError(f"--{name} is {value}; it must be positive")
+    experiment.check_flags(
+        flags, "num_servers", "num_actors", "envs_per_stream", "batch_size", "unroll_length",
+        "total_steps", "num_learner_threads", "num_inference_threads", "max_learner_queue_size",
+        "stall_timeout_s", "checkpoint_interval_s", "learning_rate", "grad_norm_clipping",
+    )  # fmt: skip
     if (flags.max_learner_queue_size or flags.batch_size) < flags.batch_size:
         raise experiment.FlagError(
             f"--max_learner_queue_size is {flags.max_learner_queue_size}, but a batch needs "
@@ -460,10 +460,6 @@ def check_flags(flags):
     except ValueError as error:
         raise experiment.FlagError(error) from None
     evaluate.check_flags(flags)
-    if flags.seed is not None and flags.seed < 0:
-        raise experiment.FlagError(f"--seed is {flags.seed}; it must not be negative")
-    if flags.seed is None:
-        flags.seed = int.from_bytes(os.urandom(4), "little")
     experiment.choose_precision(flags, Net, [get_device(flags)])
 
 
@@ -482,7 +478,10 @@ def tuned_flags(flags):
 
 def train(flags):
     check_flags(flags)
-    libtorchbeast.ActorPool  # noqa: B018 - where it is not built, this says how to build it
+    try:
+        libtorchbeast.ActorPool  # noqa: B018 - where it is not built, this says how to build it
+    except ImportError as error:
+        raise experiment.FlagError(error) from None
     # Until the run's own handlers take over: have what has been started ended.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     experiment.keep_freed_memory()
@@ -641,13 +640,8 @@ def train_on(flags, addresses, local):
     def log():
         with lock:
             step, latest = stats["step"], dict(figures)
-            latest["mean_episode_return"] = experiment.mean(stats["episode_returns"])
-            latest["mean_game_return"] = experiment.mean(stats["game_returns"])
-            latest["learning_rate"] = optimizer.param_groups[0]["lr"]
-            for name, function in (("min", min), ("mean", experiment.mean), ("max", max)):
-                latest[f"policy_lag_{name}"] = function(lags) if lags else None
+            latest |= experiment.run_figures(stats, optimizer, lags) | checkup.means()
             lags.clear()
-            latest |= checkup.means()
         actor_waited = {f"actor_wait_{k}": s / num_actors for k, s in actors.waits().items()}
         latest |= time_shares(learner_wait=learner_waits.seconds(), **actor_waited)
         sizes, batch_sizes[:] = list(batch_sizes), []
@@ -744,10 +738,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    experiment.start_logging()
-    try:
-        sys.exit(main())
-    except (experiment.FlagError, EnvError) as error:
-        sys.exit(f"polybeast.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    experiment.run_program(main)

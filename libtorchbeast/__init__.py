@@ -34,7 +34,7 @@ def __getattr__(name):
             raise
         raise ImportError(
             f"{name} is in the compiled part of libtorchbeast, which cannot be loaded ({error}); "
-            "build it: `pip install -e .` where setup.py is"
+            "build it: pip install --no-build-isolation -e . where setup.py is"
         ) from error
     globals()[name] = getattr(module, name)
     return globals()[name]

@@ -70,10 +70,4 @@ monobeast.LOG_INTERVAL = 0.5
 actors.PAUSES = (0, 0.1)
 
 if __name__ == "__main__":
-    experiment.start_logging()
-    try:
-        sys.exit(monobeast.main())
-    except experiment.FlagError as error:
-        sys.exit(f"catch.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    experiment.run_program(monobeast.main)

@@ -17,7 +17,6 @@ import catch_env
 import experiment
 import polybeast
 import servers
-from environment import EnvError
 
 
 class Net(catch.Net):
@@ -31,10 +30,4 @@ polybeast.LOG_INTERVAL = 0.5
 servers.CONNECT_TIMEOUT = 5
 
 if __name__ == "__main__":
-    experiment.start_logging()
-    try:
-        sys.exit(polybeast.main())
-    except (experiment.FlagError, EnvError) as error:
-        sys.exit(f"catch_poly.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    experiment.run_program(polybeast.main)

@@ -262,6 +262,7 @@ def test_flags_that_cannot_be_are_refused(name, tmp_path):
         "--num_episodes 0": "--num_episodes is 0; it must be positive",
         "--num_test_envs 0": "--num_test_envs is 0; it must be positive",
         "--eval_interval -1": "--eval_interval is -1",
+        "--seed -1": "--seed is -1; it must not be negative",
     }.items():
         with pytest.raises(FlagError, match=message):
             run_test(name, words, more)

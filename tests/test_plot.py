@@ -33,7 +33,13 @@ def write_run(folder, slope=1.0, rows=ROWS, meta=True, **flags):
             "command": ["/there/monobeast.py", "--seed", "1"],
             "git": {"commit": "0123456789", "changed": " M monobeast.py"},
             "versions": {"torch": "2.13.0"},
-            "machine": {"host": "box", "system": "Linux", "cores": 8, "usable_cores": 2},
+            "machine": {
+                "host": "box",
+                "system": "Linux",
+                "cores": 8,
+                "usable_cores": 2,
+                "cpu": "Some CPU",
+            },
             "start": "2026-11-21T13:52:01+00:00",
             "end": None,
             "status": "running",
@@ -201,10 +207,18 @@ def test_the_page_shows_flags_commit_and_machine(tmp_path):
     run_folder = write_run(tmp_path / "run", learning_rate=0.0123)
     page, _ = draw_page(tmp_path, run_folder)
     text = re.sub(r"<[^>]*>", " ", page)
-    for words in ("learning_rate  0.0123", "0123456 + changes", "box: 2 of 8 cores, no GPU, Linux"):
+    for words in (
+        "learning_rate  0.0123",
+        "0123456 + changes",
+        "box: 2 of 8 cores of Some CPU, no GPU, Linux",
+    ):
         assert words in text
     for words in (
-        *("learning_rate  0.0123", "0123456 + changes", "box: 2 of 8 cores, no GPU, Linux"),
+        *(
+            "learning_rate  0.0123",
+            "0123456 + changes",
+            "box: 2 of 8 cores of Some CPU, no GPU, Linux",
+        ),
         *("/there/monobeast.py --seed 1", "torch 2.13.0", str(run_folder), "2026-11-21 13:52"),
     ):
         assert words in text

@@ -16,7 +16,6 @@ from faulty.environment import check_rows, create_environments  # noqa: E402
 
 import experiment  # noqa: E402
 import monobeast  # noqa: E402
-from environment import EnvError  # noqa: E402
 
 
 def act(*args):
@@ -35,8 +34,4 @@ monobeast.create_environments = functools.partial(create_environments, monobeast
 monobeast.LOG_INTERVAL = 1
 
 if __name__ == "__main__":
-    experiment.start_logging()
-    try:
-        sys.exit(monobeast.main())
-    except (experiment.FlagError, EnvError) as error:
-        sys.exit(f"mono.py: {error}")
+    experiment.run_program(monobeast.main)

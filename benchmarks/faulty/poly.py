@@ -15,7 +15,6 @@ from faulty.environment import check_rows  # noqa: E402
 
 import experiment  # noqa: E402
 import polybeast  # noqa: E402
-from environment import EnvError  # noqa: E402
 
 
 def learn(flags, model, batch, *others):
@@ -27,8 +26,4 @@ _learn, polybeast.learn = polybeast.learn, learn
 polybeast.LOG_INTERVAL = 1
 
 if __name__ == "__main__":
-    experiment.start_logging()
-    try:
-        sys.exit(polybeast.main())
-    except (experiment.FlagError, EnvError) as error:
-        sys.exit(f"poly.py: {error}")
+    experiment.run_program(polybeast.main)
