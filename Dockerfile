@@ -22,7 +22,8 @@ FROM python:${PYTHON}-slim-bookworm AS env
 WORKDIR /torchbeast
 COPY requirements-env.txt ./
 RUN pip install --no-cache-dir -r requirements-env.txt
-COPY *.py plot.html ./
+COPY *.py ./
+COPY beast beast
 COPY libtorchbeast libtorchbeast
 COPY examples examples
 # Within the container alone. For others: an address, and a token or certificates (README.md).

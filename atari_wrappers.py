@@ -17,11 +17,12 @@ emulator unless an observation is made of it. Every observation is an array of i
 steps do not change it, and changing it does not change later ones.
 """
 
-import difflib
 import operator
 
 import gymnasium as gym
 import numpy as np
+
+from beast import atari_games
 
 
 def add_flags(parser):
@@ -43,7 +44,7 @@ def add_flags(parser):
     switch("no_episodic_life", "episodic_life", "end episodes with the game, not with each life")
     switch("no_fire_reset", "fire_reset", "leave it to the agent to press FIRE to begin")
     switch("color", "grayscale", "observe three channels a frame instead of one")
-    text = "probability that a frame repeats the action before it (default: the id's own: "
+    text = "probability that a frame repeats the action before it (default: that of the id, "
     text += "0 for -v4, 0.25 for -v0 and ALE/*-v5)"
     group.add_argument("--sticky_actions", type=float, metavar="P", help=text)
     text = "all 18 actions, not only those that the game uses"
@@ -80,61 +81,20 @@ def make_atari(
     import ale_py
 
     if sticky_actions is not None:
-        check_sticky_actions(sticky_actions)
-    spec = game_spec(env_id)
+        atari_games.check_sticky_actions(sticky_actions)
+    spec = atari_games.find_spec(env_id)
     options = {"full_action_space": full_action_space, "render_mode": render_mode}
     if sticky_actions is not None:
         options["repeat_action_probability"] = sticky_actions
     if max_episode_frames is not None:
         options["max_num_frames_per_episode"] = max_episode_frames
-    # Else every emulator prints its banner, that is, every actor its own.
+    # Else every emulator of every actor prints its banner.
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     obs_type = "grayscale" if grayscale else "rgb"
     env = gym.make(spec, obs_type=obs_type, frameskip=1, disable_env_checker=True, **options)
     if noop_max:
         env = NoopReset(env, noop_max)
     return FrameSkip(env, frame_skip, max_pool)
-
-
-def game_spec(env_id):
-    """Return Gymnasium's spec of an id that is a game of ale-py.
-
-    Raises:
-      ValueError: it is not; the message says what to name instead.
-    """
-    import ale_py  # Registers the games; here, since spawned processes start without them.
-
-    gym.register_envs(ale_py)
-    try:
-        spec = gym.spec(env_id)
-    except gym.error.Error as error:
-        games = {i.lower(): i for i, s in gym.registry.items() if "AtariEnv" in str(s.entry_point)}
-        near = [games[i] for i in difflib.get_close_matches(env_id.lower(), games)]
-        raise ValueError(
-            f"there is no environment {env_id!r} ({error}); "
-            + (f"is it {' or '.join(near)}? Else " if near else "")
-            + "name a game of ale-py, such as PongNoFrameskip-v4 or ALE/Pong-v5"
-        ) from error
-    if "AtariEnv" not in str(spec.entry_point):
-        raise ValueError(
-            f"{env_id} is not a game of ale-py, so Atari preprocessing does not fit it; name one, "
-            "such as PongNoFrameskip-v4 or ALE/Pong-v5, or edit create_env (docs/environment.md)"
-        )
-    return spec
-
-
-def check_sticky_actions(sticky_actions):
-    if not 0 <= sticky_actions <= 1:
-        raise ValueError(f"sticky_actions is a probability from 0 to 1, not {sticky_actions}")
-
-
-def waits_for_fire(ale):
-    """Say whether the game waits for FIRE, judged by the actions that it uses.
-
-    Among all 18 there is always a FIRE.
-    """
-    used = ale.getMinimalActionSet()
-    return len(used) >= 3 and used[1].name == "FIRE"
 
 
 def wrap_deepmind(env, episode_life=True, fire_reset=True, frame_size=84, frame_stack=4):
@@ -144,7 +104,7 @@ def wrap_deepmind(env, episode_life=True, fire_reset=True, frame_size=84, frame_
     """
     if episode_life:
         env = EpisodicLife(env)
-    if fire_reset and waits_for_fire(env.unwrapped.ale):
+    if fire_reset and atari_games.waits_for_fire(env.unwrapped.ale):
         env = FireReset(env)
     if frame_size:
         env = ResizeFrame(env, frame_size)
@@ -207,17 +167,17 @@ def _game_info(ale):
 class FrameSkip(gym.Wrapper):
     """Repeat each action for `skip` frames; observe the maximum of the last two.
 
-    The maximum makes up for sprites that the console draws in every other frame only. When a game
-    ends within a skip, the emulator stops there. Its last frame is then observed alone, unless it
-    was the skip's last one: the frame before has not been read, and is not worth reading each time
-    just in case. This drives the emulator itself, as AtariEnv.step would read every frame.
+    The console draws some sprites in every other frame only, hence the maximum. A game that ends
+    within a skip stops there, and its last frame is observed alone: the frame before was not read,
+    since to read it each time just in case would be slow. This drives the emulator itself, as
+    AtariEnv.step would read every frame.
     """
 
     def __init__(self, env, skip=4, max_pool=True):
         super().__init__(env)
         if skip < 1:
             raise ValueError(f"frame_skip should be 1 or more, not {skip}")
-        self.skip = skip
+        self.frame_skip = skip
         self.metadata = env.metadata | {"render_fps": 60 / skip}  # the console's real speed
         self.max_pool = max_pool and skip > 1
         self._read = _reader(env)
@@ -246,8 +206,8 @@ class FrameSkip(gym.Wrapper):
                 f"{len(self._actions) - 1}"
             )
         ale, act, over = self._ale, self._actions[index], False
-        reward, last_but_one = 0.0, self.skip - 2 if self.max_pool else -1
-        for i in range(self.skip):
+        reward, last_but_one = 0.0, self.frame_skip - 2 if self.max_pool else -1
+        for i in range(self.frame_skip):
             reward += ale.act(act)
             over = ale.game_over()  # of either kind
             if over:
@@ -256,7 +216,7 @@ class FrameSkip(gym.Wrapper):
                 self._read(self._before)
         frame = np.empty_like(self._before)
         self._read(frame)
-        if self.max_pool and i == self.skip - 1:
+        if self.max_pool and i == self.frame_skip - 1:
             np.maximum(frame, self._before, out=frame)
         truncated = over and ale.game_truncated()
         terminated = over and ale.game_over(with_truncation=False)
@@ -328,8 +288,8 @@ class ResizeFrame(gym.ObservationWrapper):
         self._resize, self._area = cv2.resize, cv2.INTER_AREA
         height, width, *colors = env.observation_space.shape
         self.observation_space = _image_space(size, size, *colors)
-        # Bands need a scale that floating point holds exactly, lest their weights differ in the
-        # last bit, and whole 8-byte words. Otherwise the frame is one band.
+        # Bands need a scale that floating point holds exactly, else their weights would differ in
+        # the last bit. Without such a scale the frame is one band.
         bands = int(np.gcd(height, size)) if 2 * height % size == 0 else 1
         self._rows_in, self._rows_out = height // bands, size // bands
         row_bytes = width * int(np.prod(colors))
@@ -339,7 +299,7 @@ class ResizeFrame(gym.ObservationWrapper):
         self._resized = np.zeros(self.observation_space.shape, np.uint8)  # of `_last`
 
     def observation(self, frame):
-        # One byte a band; searching bytes for the runs of ones costs next to nothing.
+        # One byte a band; to search bytes for the runs of ones is fast.
         changed = (self._as_bands(frame) != self._as_bands(self._last)).any(axis=1).tobytes()
         begin = changed.find(1)
         while begin >= 0:

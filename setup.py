@@ -19,25 +19,23 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import NamedTuple
 
-from setuptools import Command, Extension, setup
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 SANITIZERS = ("address", "thread", "undefined")
+PYTHON_H = Path(sysconfig.get_path("include"), "Python.h")
+# Each line installs everything, since package managers skip what is there. The first one's packages
+# are those of scripts/setup.sh.
 INSTALL = {
-    "Debian, Ubuntu": "apt-get install -y",
-    "Fedora": "dnf install -y",
-    "conda": "conda install -y -c conda-forge",
-    "Homebrew": "brew install",
+    "Debian, Ubuntu": "apt-get install -y g++ make cmake pkg-config libgrpc++-dev libprotobuf-dev "
+    "protobuf-compiler-grpc python{version}-dev",
+    "Fedora": "dnf install -y gcc-c++ make cmake grpc-devel grpc-plugins protobuf-devel "
+    "python{version}-devel",
+    "conda": "conda install -y -c conda-forge cxx-compiler make cmake libgrpc libprotobuf",
+    "Homebrew": "brew install cmake grpc protobuf",
 }
-
-
-class Need(NamedTuple):
-    what: str
-    is_there: bool
-    packages: tuple[str, str, str, str]  # in the order of INSTALL; empty: there without one
 
 
 def prefixes() -> list[str]:
@@ -64,107 +62,38 @@ def find_compiler() -> list[str]:
 
 
 def has_header(header: str) -> bool:
-    includes = [f"{prefix}/include" for prefix in prefixes()]
-    if compiler := find_compiler():
-        command = [*compiler, *(f"-I{path}" for path in includes), "-E", "-x", "c++", "-"]
-        source = f"#if !__has_include(<{header}>)\n#error missing\n#endif\n"
-        return not subprocess.run(command, input=source.encode(), capture_output=True).returncode
-    return any(
-        Path(path, header).exists() for path in [*includes, "/usr/local/include", "/usr/include"]
-    )
+    includes = [f"-I{prefix}/include" for prefix in prefixes()]
+    command = [*find_compiler(), *includes, "-E", "-x", "c++", "-"]
+    source = f"#if !__has_include(<{header}>)\n#error missing\n#endif\n"
+    return not subprocess.run(command, input=source.encode(), capture_output=True).returncode
 
 
-def find_missing() -> list[Need]:
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    needs = [
-        Need(
-            "a C++ compiler: c++, g++ or clang++, or what CXX names",
-            bool(find_compiler()),
-            ("g++", "gcc-c++", "cxx-compiler", ""),  # Homebrew itself needs Apple's
-        ),
-        Need("make", bool(find_program("make")), ("make", "make", "make", "")),
-        Need("cmake", bool(find_program("cmake")), ("cmake", "cmake", "cmake", "cmake")),
-        Need(
-            "Python.h, the headers of " + sys.executable,
-            Path(sysconfig.get_path("include"), "Python.h").exists(),
-            (
-                f"python{version}-dev",
-                f"python{version}-devel",
-                f"python={version}",
-                f"python@{version}",
-            ),
-        ),
-        Need(
-            "protoc, protobuf's compiler",
-            bool(find_program("protoc")),
-            ("protobuf-compiler", "protobuf-compiler", "libprotobuf", "protobuf"),
-        ),
-        Need(
-            "grpc_cpp_plugin, protoc's plugin for gRPC",
-            bool(find_program("grpc_cpp_plugin")),
-            ("protobuf-compiler-grpc", "grpc-plugins", "libgrpc", "grpc"),
-        ),
-        Need(
-            "google/protobuf/message.h, protobuf for C++",
-            has_header("google/protobuf/message.h"),
-            ("libprotobuf-dev", "protobuf-devel", "libprotobuf", "protobuf"),
-        ),
-        Need(
-            "grpcpp/grpcpp.h, gRPC for C++",
-            has_header("grpcpp/grpcpp.h"),
-            ("libgrpc++-dev", "grpc-devel", "libgrpc", "grpc"),
-        ),
-    ]
-    return [need for need in needs if not need.is_there]
+def find_missing() -> list[str]:
+    missing = []
+    if not find_compiler():
+        missing.append("a C++ compiler: c++, g++ or clang++, or what CXX names")
+    for program in ("make", "cmake", "protoc", "grpc_cpp_plugin"):
+        if not find_program(program):
+            missing.append(program)
+    for header in ("google/protobuf/message.h", "grpcpp/grpcpp.h"):
+        if find_compiler() and not has_header(header):
+            missing.append(header)
+    if not PYTHON_H.exists():
+        missing.append(f"Python.h for {sys.executable}")
+    return missing
 
 
-def install_lines(missing: list[Need]) -> dict[str, str]:
-    lines = {}
-    for i, (system, command) in enumerate(INSTALL.items()):
-        packages = dict.fromkeys(need.packages[i] for need in missing if need.packages[i])
-        if packages:
-            lines[system] = f"{command} {' '.join(packages)}"
-    return lines
-
-
-def explain(missing: list[Need]) -> str:
+def explain(missing: list[str]) -> str:
+    version = "3"
+    if not PYTHON_H.exists():  # those of this Python, which need not be the system's
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
     lines = ["PolyBeast's C++ part cannot be built, because this is missing:"]
-    lines += [f"  {need.what}" for need in missing]
+    lines += [f"  {what}" for what in missing]
     lines += ["Install it (the first two as root or with sudo), then run the same command again:"]
-    lines += [f"  {system + ':':16}{line}" for system, line in install_lines(missing).items()]
+    for system, line in INSTALL.items():
+        lines.append(f"  {system + ':':16}{line.format(version=version)}")
     lines += ["MonoBeast (monobeast.py) and environment servers (polybeast_env.py) do without."]
     return "\n".join(lines)
-
-
-class InstallPackages(Command):
-    description = "install what the build lacks: with apt-get as root or with sudo, else say how"
-    user_options = []
-
-    def initialize_options(self):
-        pass
-
-    def finalize_options(self):
-        pass
-
-    def run(self):
-        missing = find_missing()
-        as_root = [] if os.geteuid() == 0 else ["sudo", "-n"]
-        if missing and shutil.which("apt-get") and may_run([*as_root, "true"]):
-            line = install_lines(missing)["Debian, Ubuntu"]
-            print(f"Building PolyBeast's C++ part needs more packages: {line}", flush=True)
-            # One unreachable source need not matter.
-            subprocess.run([*as_root, "apt-get", "update", "-q"])
-            subprocess.run([*as_root, "env", "DEBIAN_FRONTEND=noninteractive", *line.split()])
-            missing = find_missing()
-        if missing:
-            raise SystemExit(explain(missing))
-
-
-def may_run(command: list[str]) -> bool:
-    try:
-        return subprocess.run(command, capture_output=True).returncode == 0
-    except OSError:
-        return False
 
 
 class BuildExt(build_ext):
@@ -231,5 +160,5 @@ def call(*command) -> None:
 setup(
     packages=["libtorchbeast"],
     ext_modules=[Extension("libtorchbeast._C", []), Extension("nest", [])],
-    cmdclass={"build_ext": BuildExt, "install_packages": InstallPackages},
+    cmdclass={"build_ext": BuildExt},
 )

@@ -11,12 +11,9 @@ Prints Markdown.
 """
 
 import argparse
-import datetime
 import os
 import pathlib
-import platform
 import statistics
-import subprocess
 import sys
 import time
 
@@ -32,6 +29,8 @@ except ImportError:
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from machine import print_header  # noqa: E402
 
 import atari_wrappers  # noqa: E402
 
@@ -102,7 +101,7 @@ def time_batches(envs, actions):
 
 
 def time_envpool(flags, actions):
-    # A game's id there is its name as in ALE/Pong-v5; its games are sticky only where told.
+    # A game's id there is its name as in ALE/Pong-v5; its actions are sticky only if asked for.
     game = gym.spec(flags.env).kwargs["game"].title().replace("_", "")
     envs = envpool.make_gymnasium(
         f"{game}-v5",
@@ -124,28 +123,6 @@ WAYS = {
 }
 if envpool is not None:
     WAYS[f"e: EnvPool {envpool.__version__}, {NUM_VECTOR_ENVS} games, one thread"] = time_envpool
-
-
-def print_header(*modules):
-    """Print machine, versions, commit, date and command, as every result must tell."""
-
-    def git(*args):
-        command = ["git", "-C", str(ROOT), *args]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-    names = [platform.processor() or platform.machine()]
-    if pathlib.Path("/proc/cpuinfo").exists():
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.split(":")[1].strip() for line in lines if "model name" in line] or names
-    cores = len(os.sched_getaffinity(0))
-    changed = " with uncommitted changes" if git("status", "--porcelain", "-uno") else ""
-    versions = ", ".join(f"{module.__name__} {module.__version__}" for module in modules)
-    print(f"- Machine: {names[0]}, {cores} cores; {platform.platform()}")
-    print(f"- Versions: Python {platform.python_version()}, {versions}")
-    print(
-        f"- Commit: {git('rev-parse', '--short', 'HEAD')}{changed}; date: {datetime.date.today()}"
-    )
-    print(f"- Command: `python {' '.join(sys.argv)}`")
 
 
 def main():

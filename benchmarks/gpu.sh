@@ -56,7 +56,7 @@ setup() {
 }
 
 tests() {
-  local files=(tests/test_{batching_queue,net,learn,parity,monobeast,polybeast}.py)
+  local files=(tests/test_{batching_queue,learner,learn,parity,streams,programs}.py)
   if [ "$QUICK" ]; then files=(tests/test_batching_queue.py -k pin); fi
   timeout 480 "$PYTHON" -m pytest -q --durations 5 "${files[@]}"
 }
@@ -154,7 +154,7 @@ train() {
   train_for "$seconds" train --seed 1 "${flags[@]}"
   cp "$runs/train/logs.csv" "$OUT/train.csv"
   cp "$runs/train/meta.json" "$OUT/train.json"
-  "$PYTHON" plot.py "$OUT/train.csv" --out "$OUT/train" || echo 'No curve drawn.'
+  "$PYTHON" -m beast.plot "$OUT/train.csv" --out "$OUT/train" || echo 'No curve drawn.'
 }
 
 # Runs PolyBeast for so many seconds at most, as a run of this name.

@@ -4,12 +4,12 @@
     python benchmarks/growth.py [--repeats 3] [--seconds 6] [--sizes 8,4096] [--only 4x84]
 
 The same mocks as in transport.py, from 8 to 4,096 environments on up to 64 streams, all on this
-machine; once more with a learner so slow that all wait for it, which takes the most memory. Each
+machine; again with a learner so slow that all wait for it, which takes the most memory. Each
 measurement has processes of its own, and so peaks of memory of its own. Prints Markdown.
 
-"of it new" is what the learner's memory grew by since before the actors were there, and "rollouts,
-at most" what of this can be rollouts, as max_rollouts() counts them. Memory, files and threads of
-servers are the sums over their processes.
+"learner's growth" is its memory beyond what it had before the actors began, and "rollouts, at most"
+the part of that which can be rollouts, as max_rollouts() counts them. Memory, files and threads of
+servers are sums over their processes.
 """
 
 import argparse
@@ -20,17 +20,18 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from machine import print_header  # noqa: E402
 from transport import (  # noqa: E402
     BATCH_SIZE,
     QUEUE_SIZE,
     UNROLL_LENGTH,
     Case,
     MockEnvironments,
-    end_with_parent,
     measure,
 )
+
+from beast.processes import exit_with_parent  # noqa: E402
 
 SIZES = [8, 32, 128, 512, 1024, 2048, 4096]
 ENVS_PER_STREAM, MAX_STREAMS = 32, 64
@@ -43,8 +44,9 @@ OBSERVATIONS = {  # shape, stack size, seconds that the learner takes for a batc
 OUTPUT_BYTES = 8 + 6 * 4 + 4  # transport.py's answer a row: action, policy logits, baseline
 TITLES = [
     *("environments", "streams x environments", "servers", "steps/s", "lowest", "highest"),
-    *("CPU a step, learner", "servers", "learner's memory", "of it new", "rollouts, at most"),
-    *("servers' memory", "files, learner + servers", "threads, learner + servers"),
+    *("CPU a step, learner", "servers", "learner's memory", "learner's growth"),
+    *("rollouts, at most", "servers' memory"),
+    *("files, learner + servers", "threads, learner + servers"),
 ]
 
 
@@ -81,11 +83,11 @@ def max_rollouts(case):
     return num_envs + one_row + (QUEUE_SIZE - 1 + case.envs_per_stream) + 2 * BATCH_SIZE
 
 
-def be_learner(case, seconds, pipe):
-    import experiment
+def learner_main(case, seconds, pipe):
+    from beast.learner import keep_freed_memory
 
-    end_with_parent()
-    experiment.keep_freed_memory()  # as polybeast.py does
+    exit_with_parent()
+    keep_freed_memory()  # as polybeast.py does
     pipe.send(measure(case, seconds))
 
 
@@ -93,7 +95,7 @@ def measure_apart(case, seconds):
     """Measure with a learner process of its own."""
     context = multiprocessing.get_context("spawn")
     pipe, far_end = context.Pipe()
-    learner = context.Process(target=be_learner, args=(case, seconds, far_end))
+    learner = context.Process(target=learner_main, args=(case, seconds, far_end))
     learner.start()
     far_end.close()  # so that recv raises if the process dies
     try:
@@ -140,7 +142,6 @@ def main():
     import grpc
     import numpy
     import torch
-    from environments import print_header
 
     print_header(grpc, numpy, torch)
     print(f"- unroll length {UNROLL_LENGTH}, median of {flags.repeats} rounds", flush=True)

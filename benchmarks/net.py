@@ -22,11 +22,13 @@ sys.path.insert(0, str(ROOT))
 import gymnasium as gym  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from environments import print_header  # noqa: E402
+from machine import print_header  # noqa: E402
 
-import experiment  # noqa: E402
 import polybeast  # noqa: E402
-from environment import empty_observation, map_nest  # noqa: E402
+from beast.environments import map_nest  # noqa: E402
+from beast.learner import get_device, keep_freed_memory  # noqa: E402
+from beast.precision import autocast, to_float32  # noqa: E402
+from beast.spaces import empty_observation  # noqa: E402
 
 NUM_ACTIONS = 6  # of Pong
 
@@ -42,12 +44,12 @@ def rate_of(function, steps_a_call, seconds, clock=time.perf_counter):
 
 
 def clock_of(device):
-    """Return how to count seconds: on a CPU those of the CPU, as other programs disturb less."""
+    """Return the clock: on a CPU that of CPU time, which other programs disturb less."""
     return time.process_time if device.type == "cpu" else time.perf_counter
 
 
 def random_rows(space, num_actions, T, B):
-    """Return what the model looks at, tensors [T, B, ...], with random frames."""
+    """Return the inputs of a model, tensors [T, B, ...], with random frames."""
     frames = map_nest(torch.from_numpy, empty_observation(space, T * B))
     false = torch.zeros(T, B, dtype=torch.bool)
     return {
@@ -63,7 +65,7 @@ def random_rows(space, num_actions, T, B):
 def make_learning(program, flags, model, space):
     """Return a function that takes one step of the optimizer with the program's `learn`."""
     T, B = flags.unroll_length, flags.batch_size
-    device = program.get_device(flags)
+    device = get_device(flags)
     model.to(device)
     batch = random_rows(space, model.num_actions, T + 1, B)
     batch["action"] = torch.randint(model.num_actions, (T + 1, B))
@@ -76,22 +78,22 @@ def make_learning(program, flags, model, space):
 
 def rate_of_learning(program, flags, model, space, seconds):
     learning = make_learning(program, flags, model, space)
-    clock = clock_of(program.get_device(flags))
+    clock = clock_of(get_device(flags))
     return rate_of(learning, flags.unroll_length * flags.batch_size, seconds, clock)
 
 
 @torch.no_grad()
-def rate_of_inference(program, flags, model, space, num_rows, device, seconds):
-    """Return answers/s, of so many rows at once, there and back again."""
+def rate_of_inference(flags, model, space, num_rows, device, seconds):
+    """Return rows/s of inference on `num_rows` at once, copies to and from the device included."""
     model.to(device)
     rows = random_rows(space, model.num_actions, 1, num_rows)
     agent_state = model.initial_state(num_rows)
 
     def infer():
         inputs = map_nest(lambda x: x.to(device), (rows, agent_state))
-        map_nest(lambda x: x.cpu(), program.to_float32(model(*inputs)))
+        map_nest(lambda x: x.cpu(), to_float32(model(*inputs)))
 
-    with program.autocast(flags, device):  # around all calls, so that weights are cast but once
+    with autocast(flags, device):  # around all calls, so that weights are cast once
         return rate_of(infer, num_rows, seconds, clock_of(device))
 
 
@@ -128,11 +130,11 @@ def main():
     parser.add_argument("--trace", help="profile instead, and write a trace there")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    experiment.keep_freed_memory()
+    keep_freed_memory()
     space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
     flags = polybeast.parser.parse_args(["--disable_cuda"] if options.disable_cuda else [])
     flags.unroll_length = options.unroll_length
-    device = polybeast.get_device(flags)
+    device = get_device(flags)
 
     def learning(net, precision, batch_size):
         flags.precision, flags.batch_size = precision, batch_size
@@ -142,7 +144,7 @@ def main():
     def inference(net, precision, rows):
         flags.precision = precision
         model = polybeast.Net(space, NUM_ACTIONS, False, net)
-        return rate_of_inference(polybeast, flags, model, space, rows, device, options.seconds)
+        return rate_of_inference(flags, model, space, rows, device, options.seconds)
 
     def measure(function, *arguments):
         if device.type != "cuda":

@@ -33,7 +33,7 @@ import ale_py  # noqa: E402
 import gymnasium as gym  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from environments import print_header  # noqa: E402
+from machine import print_header  # noqa: E402
 from whole import measure_whole  # noqa: E402
 
 import monobeast  # noqa: E402
@@ -206,7 +206,7 @@ def main():
     parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build" / "peers")
     options, arguments = parser.parse_known_args()
     folder = options.folder.expanduser().resolve()
-    flags = monobeast.parser.parse_args(arguments)  # so that a wrong flag is known now
+    flags = monobeast.parser.parse_args(arguments)  # refuses a wrong flag now
 
     reasons, pythons = {}, {}
     for name in options.peers:

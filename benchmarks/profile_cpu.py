@@ -16,7 +16,6 @@ py-spy.
 
 import argparse
 import collections
-import csv
 import pathlib
 import re
 import shutil
@@ -31,8 +30,8 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from environments import print_header  # noqa: E402
-from transport import cpu_seconds, descendants  # noqa: E402
+from ab import read_rows  # noqa: E402
+from machine import cpu_seconds, descendants, print_header  # noqa: E402
 
 WORKERS = {"monobeast": "actor", "polybeast": "server"}
 PY_SPY = "py-spy==0.4.3"
@@ -135,21 +134,13 @@ def print_tables(title, stacks):
         print(f"| `{name}` | {group} | {count / busy:.1%} |", flush=True)
 
 
-def learns(path):
-    """Return whether the log tells of steps that were learned from."""
-    if not path.exists():
-        return False
-    with open(path, newline="") as file:
-        return any(int(row["step"]) > 0 for row in csv.DictReader(file))
-
-
 def profile(program, options, arguments, record):
     with tempfile.TemporaryDirectory() as savedir:
         command = [sys.executable, str(ROOT / f"{program}.py"), "--savedir", savedir]
         command += ["--xpid", "profile", "--disable_checkpoint", "--disable_cuda", *arguments]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
-            while not learns(pathlib.Path(savedir) / "profile" / "logs.csv"):
+            while not read_rows(pathlib.Path(savedir) / "profile" / "logs.csv"):
                 if process.poll() is not None:
                     sys.exit(f"{program}.py has ended: try `{' '.join(command)}`")
                 time.sleep(1)

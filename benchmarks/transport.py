@@ -5,7 +5,7 @@
 
 The environments are mocks that do nothing, inference answers at once, and the learner takes its
 batches and drops them: what is left is PolyBeast's own work, on both sides of the wire, on all
-cores. Each case is measured anew in each round. CPU time is what a step costs on either side: it
+cores. Each round measures each case again. CPU time is what a step costs on either side: it
 says more than the rate where the machine does other things too. Prints Markdown.
 """
 
@@ -14,9 +14,7 @@ import json
 import multiprocessing
 import os
 import pathlib
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,11 +23,13 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import numpy as np  # noqa: E402
+from machine import cpu_seconds, print_header, read_status  # noqa: E402
 
 import libtorchbeast  # noqa: E402
+from beast.processes import exit_with_parent  # noqa: E402
+from libtorchbeast.rows import DTYPES  # noqa: E402
 
 UNROLL_LENGTH = 20
 BATCH_SIZE, QUEUE_SIZE = 32, 64  # rollouts
@@ -92,16 +92,7 @@ class MockEnvironments:
         )
         self.row = {
             "frame": np.concatenate([frame] * max(stack_size, 1), axis=1),
-            "reward": np.zeros(num_envs, np.float32),
-            "done": np.zeros(num_envs, bool),
-            "truncated": np.zeros(num_envs, bool),
-            "terminated": np.zeros(num_envs, bool),
-            "episode_return": np.zeros(num_envs, np.float32),
-            "episode_step": np.zeros(num_envs, np.int32),
-            "game_done": np.zeros(num_envs, bool),
-            "game_return": np.zeros(num_envs, np.float32),
-            "game_step": np.zeros(num_envs, np.int32),
-            "last_action": np.zeros(num_envs, np.int64),
+            **{key: np.zeros(num_envs, dtype) for key, dtype in DTYPES.items()},
         }
 
     def initial(self):
@@ -114,21 +105,11 @@ class MockEnvironments:
         pass
 
 
-def end_with_parent():
-    """Have this process end once its parent has, killed or not."""
-
-    def watch():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def serve(case, address, pipe):
+def server_main(case, address, pipe):
     def make(num_envs, seed, name):
         return MockEnvironments(case.shape, case.stack_size, case.envs_per_stream)
 
-    end_with_parent()
+    exit_with_parent()
     # As polybeast_env.py sets it: gRPC's older way to wait for sockets needs fewer threads.
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
     server = libtorchbeast.Server(None, address, make_environments=make)
@@ -146,7 +127,7 @@ def measure(case, seconds):
         for i in range(case.num_servers):
             pipe, far_end = context.Pipe()
             address = "127.0.0.1:0" if case.tcp else f"unix:{folder}/{i}"
-            server = context.Process(target=serve, args=(case, address, far_end), daemon=True)
+            server = context.Process(target=server_main, args=(case, address, far_end), daemon=True)
             server.start()
             servers.append(server)
             addresses.append(pipe.recv())
@@ -156,28 +137,6 @@ def measure(case, seconds):
             for server in servers:
                 server.kill()
                 server.join()
-
-
-def cpu_seconds(pids):
-    """Return the CPU time that these processes have taken so far."""
-    ticks = 0
-    for pid in pids:
-        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])  # utime and stime
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def descendants(pid):
-    """Return the ids of a process's children, their children and so on."""
-    command = ["pgrep", "-P", str(pid)]
-    children = subprocess.run(command, capture_output=True, text=True).stdout.split()
-    return [d for child in map(int, children) for d in (child, *descendants(child))]
-
-
-def read_status(pid, key):
-    """Return a number from /proc/pid/status, where memory is in KiB."""
-    text = pathlib.Path(f"/proc/{pid}/status").read_text()
-    return int(re.search(rf"^{key}:\s+(\d+)", text, re.MULTILINE)[1])
 
 
 def read_resources(pids):
@@ -255,7 +214,6 @@ def main():
 
     import grpc
     import torch
-    from environments import print_header
 
     print_header(grpc, np, torch)
     print(f"- unroll length {UNROLL_LENGTH}, median of {flags.repeats} rounds\n", flush=True)

@@ -11,36 +11,31 @@ program uses:
 - environments: stepping them with either --env_backend, of which the faster one counts;
 - inference: in batches of --envs_per_actor, or as large as PolyBeast's were in the mean;
 - learning: from batches of --batch_size rollouts;
-- transport: what passes rows and rollouts on, with nothing behind it. MonoBeast: into shared memory
-  and out of it. PolyBeast: transport.py's mocks, both sides of the wire;
-- weights: publishing them, and fetching them as often as actors or inference threads do.
+- transport: rows and rollouts on their way to the learner. MonoBeast: into shared memory and out of
+  it. PolyBeast: with transport.py's mocks, both sides of the wire;
+- weights: publishing them, and loading them as often as actors or inference threads do.
 
 Parts are timed by CPU time, the whole program by the clock. If a step needs e + i + l seconds of a
 core for environment, inference and learning, then n cores cannot make more than n / (e + i + l)
 steps a second: that is what the parts allow, and `share` how much of it the whole reaches.
 "elsewhere" is the core time of the whole that no part accounts for: cores that wait, memory and
-caches that are shared, other programs. What a GPU does is timed by the clock and counts for no
-core; then the parts allow no more than the slowest of cores, inference and learning.
+caches that are shared, other programs. Work of a GPU is timed by the clock and counts for no core;
+then the parts allow no more than the slowest of cores, inference and learning.
 
-The bottleneck is the largest part; with a GPU, the side that waits least for the other, as the
-program's own log has it. Prints Markdown.
+The bottleneck is the largest part; with a GPU, the side that waits least for the other, by the
+program's own log. Prints Markdown. `ab.py` compares two checkouts.
 """
 
 import argparse
-import contextlib
 import copy
-import csv
 import functools
 import itertools
 import math
 import multiprocessing
 import os
 import pathlib
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -51,14 +46,20 @@ import gymnasium as gym  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transport  # noqa: E402
-from environments import print_header  # noqa: E402
+from ab import run_program, steps_per_second  # noqa: E402
+from machine import print_header  # noqa: E402
 from net import rate_of, rate_of_inference, rate_of_learning  # noqa: E402
 
-import experiment  # noqa: E402
 import monobeast  # noqa: E402
 import polybeast  # noqa: E402
 import polybeast_env  # noqa: E402
-from environment import EnvError, map_nest  # noqa: E402
+from beast.environments import map_nest  # noqa: E402
+from beast.errors import EnvError  # noqa: E402
+from beast.flags import parse_flags  # noqa: E402
+from beast.learner import get_device, keep_freed_memory  # noqa: E402
+from beast.nets import create_net  # noqa: E402
+from beast.rollout_buffers import create_buffers, write_row  # noqa: E402
+from beast.weights import LocalWeights, SharedWeights  # noqa: E402
 
 PROGRAMS = {"monobeast": monobeast, "polybeast": polybeast}
 
@@ -93,9 +94,9 @@ def measure_environments(program, flags, num_rows, seconds, backend):
 
 def measure_inference(program, flags, num_rows, seconds):
     environments, model = make_actor(program, flags)
-    device = program.get_device(flags) if program is polybeast else torch.device("cpu")
+    device = get_device(flags) if program is polybeast else torch.device("cpu")
     space = environments.observation_space
-    return rate_of_inference(program, flags, model, space, num_rows, device, seconds)
+    return rate_of_inference(flags, model, space, num_rows, device, seconds)
 
 
 def measure_learning(program, flags, num_rows, seconds):
@@ -106,7 +107,7 @@ def measure_learning(program, flags, num_rows, seconds):
 def measure_transport(program, flags, num_rows, seconds):
     environments, model = make_actor(program, flags)
     if program is monobeast:
-        return rate_of_shared_memory(flags, environments, model, seconds)
+        return rate_of_shared_memory(flags, environments, seconds)
     case = transport.Case(
         flags.env,
         environments.observation_space.shape,
@@ -120,49 +121,48 @@ def measure_transport(program, flags, num_rows, seconds):
     return 1e6 / (measurement.learner_us + measurement.servers_us)
 
 
-def rate_of_shared_memory(flags, environments, model, seconds):
+def rate_of_shared_memory(flags, environments, seconds):
     """Write rows into the rollout buffers as `act` does, and batch them as the learner does."""
     N, T, B = environments.num_envs, flags.unroll_length, flags.batch_size
-    row = environments.initial()
-    with torch.no_grad():
-        sample = map_nest(lambda a: torch.from_numpy(a[:1]).unsqueeze(0), row)
-        agent_output, agent_state = model(sample, model.initial_state(1))
-    buffers = monobeast.create_buffers(flags, sample, agent_output, agent_state)["rows"]
-    arrays = map_nest(lambda b: b.numpy(), buffers)
-    row = row | {key: np.zeros_like(arrays[key][:N, 0]) for key in agent_output}
-    batch = map_nest(lambda b: torch.empty(T + 1, B, *b.shape[2:], dtype=b.dtype), buffers)
+    spaces = environments.observation_space, environments.action_space
+    _, answer = create_net(monobeast.Net, *spaces, use_lstm=flags.use_lstm)
+    buffers = create_buffers(flags, *answer)
+    rows, row = buffers["rows"], environments.initial()
+    keys = rows.keys() - row.keys()  # of the net's answer
+    row = row | {key: np.zeros_like(rows[key][:N, 0].numpy()) for key in keys}
+    batch = map_nest(lambda b: torch.empty(T + 1, B, *b.shape[2:], dtype=b.dtype), rows)
     free, columns = itertools.cycle(range(flags.num_buffers)), itertools.cycle(range(B))
 
-    def pass_rollouts_on():
+    def transport_rollouts():
         indices = np.array([next(free) for _ in range(N)])
         for t in range(T + 1):
-            map_nest(lambda a, v: a.__setitem__((indices, t), v), arrays, row)  # noqa: B023
+            write_row(buffers, indices, t, row)
         for m in indices:
             i = next(columns)
-            map_nest(lambda x, b: x[:, i].copy_(b[m]), batch, buffers)  # noqa: B023
+            map_nest(lambda x, b: x[:, i].copy_(b[m]), batch, rows)  # noqa: B023
 
-    return rate_of(pass_rollouts_on, N * T, seconds, time.process_time)
+    return rate_of(transport_rollouts, N * T, seconds, time.process_time)
 
 
 def measure_weights(program, flags, num_rows, seconds):
-    """Publish a batch's new weights, and fetch them as often as is done meanwhile."""
+    """Publish the weights of an update, and load them as often as is done meanwhile."""
     environments, actor_model = make_actor(program, flags)
-    device = program.get_device(flags)
+    device = get_device(flags)
     model = copy.deepcopy(actor_model).to(device)
+    weights = (LocalWeights if program is polybeast else SharedWeights)(model)
     loads = max(1, flags.batch_size // environments.num_envs)  # before each rollout
     if program is polybeast:
         loads = flags.num_inference_threads
         actor_model.to(device)
-    weights = program.PublishedWeights(model)
 
-    def pass_weights_on():
+    def transport_weights():
         weights.publish(model)
         for _ in range(loads):
             weights.load_into(actor_model)
 
     steps = flags.unroll_length * flags.batch_size
     with torch.no_grad():
-        return rate_of(pass_weights_on, steps, seconds, time.process_time)
+        return rate_of(transport_weights, steps, seconds, time.process_time)
 
 
 ENVIRONMENTS = {
@@ -180,7 +180,7 @@ PARTS = ENVIRONMENTS | {
 def measure_part(name, program, flags, num_rows, seconds, pipe):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    experiment.keep_freed_memory()
+    keep_freed_memory()
     pipe.send(PARTS[name](PROGRAMS[program], flags, num_rows, seconds))
 
 
@@ -197,38 +197,15 @@ def measure_apart(*arguments):
 
 
 def measure_whole(program, arguments, seconds):
-    """Run the program; return its steps/s and the means of what it logs, after a third as long."""
-    with tempfile.TemporaryDirectory() as savedir:
-        command = [sys.executable, program.__file__, "--savedir", savedir]
-        command += ["--xpid", "benchmark", "--disable_checkpoint", *arguments]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        logs = pathlib.Path(savedir) / "benchmark" / "logs.csv"
-        ticks, busy = [], []  # rows; times and CPU seconds so far
-        while process.poll() is None and (
-            not ticks or float(ticks[-1]["_time"]) < float(ticks[0]["_time"]) + 4 / 3 * seconds
-        ):
-            time.sleep(1)
-            if ticks and float(ticks[-1]["_time"]) >= float(ticks[0]["_time"]) + seconds / 3:
-                pids = [process.pid, *transport.descendants(process.pid)]
-                with contextlib.suppress(FileNotFoundError):  # one that has just ended
-                    busy.append((time.monotonic(), transport.cpu_seconds(pids)))
-            if logs.exists():
-                with open(logs, newline="") as file:
-                    ticks = [row for row in csv.DictReader(file) if int(row["step"]) > 0]
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate()
-    ticks = [row for row in ticks if float(row["_time"]) >= float(ticks[0]["_time"]) + seconds / 3]
-    if len(ticks) < 2 or len(busy) < 2:
-        sys.exit(f"{errors}\nThe program has logged too little for a rate: see above.")
-    steps, elapsed = (float(ticks[-1][k]) - float(ticks[0][k]) for k in ("step", "_time"))
-    keys = [key for key in ticks[0] if "_wait" in key or key == "inference_batch_size"]
-    log = {key: statistics.mean(float(row[key] or 0) for row in ticks[1:]) for key in keys}
-    (begin, before), (end, after) = busy[0], busy[-1]
-    return steps / elapsed, log | {"busy_cores": (after - before) / (end - begin)}
+    """Run the program; return its steps/s, and the means of some metrics that it logs."""
+    rows, busy_cores = run_program(program.__file__, arguments, seconds)
+    keys = [key for key in rows[0] if "_wait" in key or key == "inference_batch_size"]
+    log = {key: statistics.mean(float(row[key] or 0) for row in rows[1:]) for key in keys}
+    return steps_per_second(rows), log | {"busy_cores": busy_cores}
 
 
 def name_waits(log):
-    """Say who waits for whom in the whole program, and which side therefore limits it."""
+    """Return who waits for whom in the whole program, as a text, and which side limits it."""
     learner = log["learner_wait"]
     actors = log.get("actor_wait_learner", log.get("actor_wait"))
     text = f"{log['busy_cores']:.2f} of {len(os.sched_getaffinity(0))} cores are busy; the learner "
@@ -247,7 +224,7 @@ def report(program, flags, rates, log):
     whole = rate["whole program"]
     fastest = max(ENVIRONMENTS, key=lambda name: np.nan_to_num(rate[name]))
     on_gpu = []
-    if program.get_device(flags).type == "cuda":
+    if get_device(flags).type == "cuda":
         on_gpu = ["inference", "learning"] if program is polybeast else ["learning"]
     counted = [name for name in (fastest, *list(PARTS)[len(ENVIRONMENTS) :]) if name not in on_gpu]
     us = {name: 1e6 / value for name, value in rate.items()}
@@ -292,9 +269,9 @@ def main():
     print_header(ale_py, gym, np, torch)
     for program_name in PROGRAMS if options.program == "both" else [options.program]:
         program = PROGRAMS[program_name]
-        flags = program.parser.parse_args(arguments)
+        flags = parse_flags(program.parser, arguments)
         program.check_flags(flags)
-        what = f"{program_name}, {flags.env}, {flags.precision}, {program.get_device(flags)}"
+        what = f"{program_name}, {flags.env}, {flags.precision}, {get_device(flags)}"
         print(f"\n- {what}, median of {options.repeats} rounds", flush=True)
         parts = [] if options.only_whole else PARTS
         rates, logs = {name: [] for name in [*parts, "whole program"]}, []

@@ -8,12 +8,14 @@
 #include <thread>
 #include <utility>
 
-#include "wire.h"
+#include "errors.h"
+#include "stream_options.h"
 
 namespace torchbeast {
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
 constexpr size_t kAgentDim = 1;  // batch dimension of agent states and outputs
@@ -39,45 +41,26 @@ std::string seconds_text(Seconds duration) {
   return text.substr(0, text.find('.') + 2) + " s";
 }
 
-// As in ({a: uint8[1, 2]}, float32[1]).
-std::string text_of(const Nest<std::string>& nest) {
-  if (nest.is_leaf()) return nest.leaf();
-  std::string text;
-  if (nest.is_tuple()) {
-    for (const auto& item : nest.tuple()) text += (text.empty() ? "" : ", ") + text_of(item);
-    return "(" + text + ")";
-  }
-  for (const auto& [key, item] : nest.dict()) {
-    text += (text.empty() ? "" : ", ") + key + ": " + text_of(item);
-  }
-  return "{" + text + "}";
-}
-
-Nest<Array> copy_state(const Nest<Array>& state) {
-  auto pool = std::make_shared<MemoryPool>();
-  return repeat_columns(state, 1, kAgentDim, *pool);
-}
-
 }  // namespace
 
 // Counts a stream's wait for as long as it lives.
 class ActorPool::Timer {
  public:
-  Timer(ActorPool* pool, size_t index, Wait wait) : pool_(pool), actor_(pool->actors_[index]) {
-    std::lock_guard lock(pool_->mutex_);
-    actor_.wait = wait;
-    actor_.wait_began = Clock::now();
+  Timer(ActorPool* pool, size_t index, Wait wait) : pool_(pool), index_(index) {
+    Lock lock(pool_->mutex_);
+    pool_->actors_[index_].wait = wait;
+    pool_->actors_[index_].wait_began = Clock::now();
   }
   ~Timer() {
-    std::lock_guard lock(pool_->mutex_);
-    pool_->waits_[*actor_.wait] += Clock::now() - actor_.wait_began;
-    actor_.wait.reset();
+    Lock lock(pool_->mutex_);
+    Actor& actor = pool_->actors_[index_];
+    pool_->waits_[*actor.wait] += Clock::now() - actor.wait_began;
+    actor.wait.reset();
   }
 
  private:
-  using Clock = std::chrono::steady_clock;
-  ActorPool* pool_;
-  Actor& actor_;
+  ActorPool* const pool_;
+  const size_t index_;
 };
 
 ActorPool::ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
@@ -89,10 +72,11 @@ ActorPool::ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learn
       inference_batcher_(std::move(inference_batcher)),
       addresses_(std::move(addresses)),
       options_(std::move(options)),
-      initial_agent_state_(copy_state(initial_agent_state)),
-      actors_(addresses_.size()),
-      num_envs_(options_.expected_num_envs ? options_.expected_num_envs : options_.num_envs),
-      spaces_(options_.spaces) {
+      initial_agent_state_(repeat_columns(initial_agent_state, 1, kAgentDim, *pool_)),
+      agreement_({options_.spaces,
+                  options_.expected_num_envs ? options_.expected_num_envs : options_.num_envs,
+                  options_.env}),
+      actors_(addresses_.size()) {
   if (unroll_length_ < 1) {
     throw std::invalid_argument("unroll_length is " + std::to_string(unroll_length_) +
                                 "; it must be at least 1");
@@ -116,94 +100,90 @@ ActorPool::ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learn
 
 void ActorPool::run() {
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (started_) throw std::runtime_error("run() was called before");
     started_ = true;
     num_running_ = addresses_.size();
   }
-  const auto on_close = [pool = weak_from_this()] {
-    if (const auto alive = pool.lock()) alive->stop();
-  };
-  learner_queue_->on_close(on_close);
-  inference_batcher_->on_close(on_close);
   std::vector<std::thread> threads;
   try {
     for (size_t i = 0; i < addresses_.size(); ++i) threads.emplace_back([this, i] { act(i); });
-  } catch (const std::system_error&) {  // so many threads cannot be had
+  } catch (const std::system_error&) {  // the system has no more threads
     fail(std::current_exception());
-    std::lock_guard guard(mutex_);
+    Lock lock(mutex_);
     num_running_ -= addresses_.size() - threads.size();
   }
-
-  std::unique_lock lock(mutex_);
-  while (!changed_.wait_for(lock, kWatchInterval, [&] { return num_running_ == 0; })) {
-    for (const Actor& actor : actors_) {
-      if (actor.stream) actor.stream->cancel_if_late();
-    }
+  while (!wait_for_end(Clock::now() + kWatchInterval)) {
+    if (learner_queue_->is_closed() || inference_batcher_->is_closed()) stop();
+    for (const auto& stream : streams()) stream->cancel_if_late();
   }
-  lock.unlock();
   for (std::thread& thread : threads) thread.join();
-  lock.lock();
+  Lock lock(mutex_);
   finished_ = true;
   changed_.notify_all();
   if (error_) std::rethrow_exception(error_);
 }
 
+// Returns whether all actors have ended.
+bool ActorPool::wait_for_end(Clock::time_point deadline) {
+  Lock lock(mutex_);
+  while (num_running_ > 0 && Clock::now() < deadline) changed_.wait_until(lock, deadline);
+  return num_running_ == 0;
+}
+
 // One actor's thread.
 void ActorPool::act(size_t index) {
   std::minstd_rand random(std::random_device{}());
-  std::uniform_real_distribution<double> jitter(0.5, 1.5);  // lest all come back at once
+  std::uniform_real_distribution<double> jitter(0.5, 1.5);  // so that not all come back at once
   Seconds pause = kFirstPause;
-  const auto lost = [&](const std::exception& error) {
+  const auto lost = [&](const ServerError& error) {
     if (stopped_) return;
     if (!options_.reconnect) return fail(std::current_exception());
     const Seconds duration = pause * jitter(random);
     pause = std::min(2 * pause, kLongestPause);
     report("stream " + std::to_string(index) + ": " + error.what() + "; trying again in " +
            seconds_text(duration));
-    std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, duration, [&] { return stopped_.load(); });
+    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(duration);
+    Lock lock(mutex_);
+    while (!stopped_ && Clock::now() < deadline) changed_.wait_until(lock, deadline);
   };
   while (!stopped_) {
     try {
-      serve(index, &pause);
+      run_stream(index, &pause);
     } catch (const ClosedError&) {
-      break;
-    } catch (const ConnectionError& error) {
-      leave(index);
-      lost(error);
-    } catch (const TimeoutError& error) {
-      leave(index);
+      stop();  // the streams that wait for their servers, too
+    } catch (const ServerError& error) {
+      disconnect(index);
       lost(error);
     } catch (...) {
       fail(std::current_exception());
     }
   }
-  leave(index);
+  disconnect(index);
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     --num_running_;
   }
   changed_.notify_all();
 }
 
-// Connect, and give rollouts until something throws.
-void ActorPool::serve(size_t index, Seconds* pause) {
+// Connect, and make rollouts until something throws.
+void ActorPool::run_stream(size_t index, Seconds* pause) {
   const std::string& address = addresses_[index];
-  Wishes wishes{options_.num_envs, "", options_.newest_frame_only, options_.dict_outputs};
+  StreamOptions options{options_.num_envs, "", options_.newest_frame_only, options_.dict_outputs};
   if (!options_.seeds.empty()) {
-    // Those who come back must not play the same games again.
-    std::lock_guard lock(mutex_);
-    wishes.seed = options_.seeds[index] + "," + std::to_string(actors_[index].num_connections);
+    // A stream that has reconnected must not play the same games again.
+    Lock lock(mutex_);
+    options.seed = options_.seeds[index] + "," + std::to_string(actors_[index].num_connections);
   }
-  const auto stream = std::make_shared<EnvStream>(address, wishes, options_.credentials);
+  const auto stream = std::make_shared<EnvStream>(address, options, options_.credentials);
   const rpcenv::Step* step = nullptr;
   open(index, stream, &step);
   try {
     std::optional<int32_t> actor;
     if (options_.dict_outputs) actor = static_cast<int32_t>(index);
     Rollout rollout(unroll_length_, options_.dict_outputs, *step, pool_, actor);
-    check_row(index, rollout);
+    agreement_.check_row(address, rollout.env_outputs(0));
     const int64_t num_envs = rollout.num_envs();
     Nest<Array> state = repeat_columns(initial_agent_state_, num_envs, kAgentDim, *pool_);
     while (true) {
@@ -246,62 +226,53 @@ void ActorPool::serve(size_t index, Seconds* pause) {
 void ActorPool::open(size_t index, const std::shared_ptr<EnvStream>& stream,
                      const rpcenv::Step** first) {
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     actors_[index].stream = stream;
   }
   if (stopped_) throw ClosedError("the actors are stopped");
   *first = &stream->open(Seconds(options_.connect_timeout_s), Seconds(options_.step_timeout_s));
-  const rpcenv::Handshake& handshake = (*first)->handshake();
-  std::lock_guard lock(mutex_);
-  const std::string who = "refused: the environment server at " + addresses_[index];
-  if (spaces_.value_or(handshake.spaces()) != handshake.spaces()) {
-    throw RefusedError(who + " has the spaces " + handshake.spaces() + ", but expected are " +
-                       *spaces_);
+  try {
+    agreement_.check_handshake(addresses_[index], (*first)->handshake());
+  } catch (const RefusedError& error) {
+    stream->refuse(error.what());
+    throw;
   }
-  if (num_envs_.value_or(handshake.num_envs()) != handshake.num_envs()) {
-    throw RefusedError(who + " has " + std::to_string(handshake.num_envs()) +
-                       " environments a stream, but expected are " + std::to_string(*num_envs_));
-  }
-  spaces_ = handshake.spaces();
-  num_envs_ = handshake.num_envs();
-  Actor& actor = actors_[index];
-  actor.connected = true;
   ++num_connected_;
-  if (actor.num_connections++ > 0) {
-    ++num_reconnects_;
-    add_event("stream " + std::to_string(index) + ": the environment server at " +
-              addresses_[index] + " is back");
-    changed_.notify_all();
+  {
+    Lock lock(mutex_);
+    actors_[index].connected = true;
+    if (actors_[index].num_connections++ == 0) return;
   }
+  ++num_reconnects_;
+  report("stream " + std::to_string(index) + ": the environment server at " + addresses_[index] +
+         " is back");
 }
 
-// Rows that differ could not be joined into batches.
-void ActorPool::check_row(size_t index, const Rollout& rollout) {
-  const Nest<std::string> row =
-      rollout.env_outputs(0).map([](const Array& array) { return array.description(); });
-  std::lock_guard lock(mutex_);
-  if (row_ && !(row.same_structure(*row_) && row.flatten() == row_->flatten())) {
-    throw RefusedError("refused: the environment server at " + addresses_[index] +
-                       " sends rows of " + text_of(row) + ", but the others of " + text_of(*row_));
-  }
-  row_ = row;
-}
-
-void ActorPool::leave(size_t index) {
+void ActorPool::disconnect(size_t index) {
   std::shared_ptr<EnvStream> stream;  // ends after the lock
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   Actor& actor = actors_[index];
   stream.swap(actor.stream);
   if (actor.connected) {
     --num_connected_;
-    actor.wait_began = std::chrono::steady_clock::now();
+    actor.wait_began = Clock::now();
   }
   actor.connected = false;
 }
 
+// Streams are cancelled without the mutex: gRPC's part of that takes locks of its own.
+std::vector<std::shared_ptr<EnvStream>> ActorPool::streams() {
+  std::vector<std::shared_ptr<EnvStream>> streams;
+  Lock lock(mutex_);
+  for (const Actor& actor : actors_) {
+    if (actor.stream) streams.push_back(actor.stream);
+  }
+  return streams;
+}
+
 void ActorPool::fail(std::exception_ptr error) {
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (!error_) error_ = std::move(error);
   }
   stop();
@@ -309,35 +280,29 @@ void ActorPool::fail(std::exception_ptr error) {
 
 void ActorPool::stop() {
   {
-    std::lock_guard lock(mutex_);
-    stopped_ = true;
-    for (const Actor& actor : actors_) {
-      if (actor.stream) actor.stream->cancel();
-    }
+    Lock lock(mutex_);
+    stopped_ = true;  // from here on no stream is opened
   }
   changed_.notify_all();
+  for (const auto& stream : streams()) stream->cancel();
   learner_queue_->wake();
   inference_batcher_->wake();
 }
 
+// Where nobody asks for events, the oldest are dropped.
 void ActorPool::report(std::string event) {
   {
-    std::lock_guard lock(mutex_);
-    add_event(std::move(event));
+    Lock lock(mutex_);
+    if (events_.size() == kMaxEvents) events_.pop_front();
+    events_.push_back(std::move(event));
   }
   changed_.notify_all();
 }
 
-// Requires mutex_. Where nobody asks for events, the oldest are dropped.
-void ActorPool::add_event(std::string event) {
-  if (events_.size() == kMaxEvents) events_.pop_front();
-  events_.push_back(std::move(event));
-}
-
 std::array<double, ActorPool::kNumWaits> ActorPool::waits() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   auto waits = waits_;
-  const auto now = std::chrono::steady_clock::now();
+  const auto now = Clock::now();
   for (const Actor& actor : actors_) {
     if (actor.wait) waits[*actor.wait] += now - actor.wait_began;
   }
@@ -345,8 +310,8 @@ std::array<double, ActorPool::kNumWaits> ActorPool::waits() {
 }
 
 std::vector<std::pair<std::string, double>> ActorPool::silences() {
-  std::lock_guard lock(mutex_);
-  const auto now = std::chrono::steady_clock::now();
+  Lock lock(mutex_);
+  const auto now = Clock::now();
   std::vector<std::pair<std::string, double>> silences;
   for (const Actor& actor : actors_) {
     const bool works = actor.connected && !actor.wait;
@@ -357,8 +322,8 @@ std::vector<std::pair<std::string, double>> ActorPool::silences() {
 }
 
 std::optional<std::string> ActorPool::next_event() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return !events_.empty() || finished_ || (stopped_ && !started_); });
+  Lock lock(mutex_);
+  while (events_.empty() && !finished_) changed_.wait(lock);
   if (events_.empty()) return std::nullopt;
   std::string event = std::move(events_.front());
   events_.pop_front();

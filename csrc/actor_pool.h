@@ -5,33 +5,34 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "agreement.h"
 #include "array.h"
 #include "batching_queue.h"
+#include "credentials.h"
 #include "dynamic_batcher.h"
 #include "env_stream.h"
+#include "mutex.h"
 #include "nest.h"
 #include "rollout.h"
 
 namespace torchbeast {
 
-// For each row that its server sends, an actor asks the batcher for an answer and sends the action
-// of it; every `unroll_length` steps it gives a rollout to the learner's queue.
+// For each row that its server sends, an actor gets the agent's outputs from the batcher and sends
+// the action among them; every `unroll_length` steps it puts a rollout into the learner's queue.
 //
 // Without `reconnect` the first failure ends run(). With it a failing server costs only the rollout
-// that it was at: the actor connects anew, after a pause that grows, with the initial agent state.
+// that it was at: the actor connects again, after a pause that grows, with the initial agent state.
 // What the agent side throws (a wrong shape, say) ends run() in either case.
-class ActorPool : public std::enable_shared_from_this<ActorPool> {
+class ActorPool {
  public:
   struct Options {
     bool dict_outputs = false;
@@ -41,6 +42,7 @@ class ActorPool : public std::enable_shared_from_this<ActorPool> {
     bool newest_frame_only = false;
     bool reconnect = false;
     std::optional<std::string> spaces;  // what every handshake must say
+    std::string env;                    // likewise, but some may not say it
     double connect_timeout_s = 60;
     double step_timeout_s = 300;
     Credentials credentials;
@@ -53,8 +55,9 @@ class ActorPool : public std::enable_shared_from_this<ActorPool> {
             std::shared_ptr<DynamicBatcher> inference_batcher, std::vector<std::string> addresses,
             const Nest<Array>& initial_agent_state, Options options);
 
-  // Blocks until the queue or the batcher is closed, and then ends every stream. Throws the first
-  // failure, once all threads have ended. Throws std::runtime_error when called twice.
+  // Blocks until the queue or the batcher is closed, which ends every stream within a quarter of a
+  // second. Throws the first failure, once all threads have ended. Throws std::runtime_error when
+  // called twice.
   void run();
 
   // Steps of environments so far.
@@ -71,10 +74,10 @@ class ActorPool : public std::enable_shared_from_this<ActorPool> {
                                                              "learner"};
   std::array<double, kNumWaits> waits();
 
-  // What each stream waits for, and for how many seconds; also for a connection, in words.
+  // What each stream waits for ("connection", too), and for how many seconds.
   std::vector<std::pair<std::string, double>> silences();
 
-  // Blocks for the next thing that happened to a server, in words; nullopt after the end of run().
+  // Blocks for the next line about a server; nullopt after the end of run().
   std::optional<std::string> next_event();
 
  private:
@@ -89,14 +92,14 @@ class ActorPool : public std::enable_shared_from_this<ActorPool> {
   class Timer;
 
   void act(size_t index);
-  void serve(size_t index, std::chrono::duration<double>* pause);
+  void run_stream(size_t index, std::chrono::duration<double>* pause);
   void open(size_t index, const std::shared_ptr<EnvStream>& stream, const rpcenv::Step** first);
-  void check_row(size_t index, const Rollout& rollout);
-  void leave(size_t index);
+  void disconnect(size_t index);
+  std::vector<std::shared_ptr<EnvStream>> streams();
+  bool wait_for_end(std::chrono::steady_clock::time_point deadline);
   void fail(std::exception_ptr error);
   void stop();
   void report(std::string event);
-  void add_event(std::string event);
 
   const int64_t unroll_length_;
   const std::shared_ptr<BatchingQueue> learner_queue_;
@@ -105,25 +108,23 @@ class ActorPool : public std::enable_shared_from_this<ActorPool> {
   const Options options_;
   const std::shared_ptr<MemoryPool> pool_ = std::make_shared<MemoryPool>();
   const Nest<Array> initial_agent_state_;
+  Agreement agreement_;
 
   std::atomic<bool> stopped_{false};
   std::atomic<int64_t> count_{0};
   std::atomic<int64_t> num_connected_{0};
   std::atomic<int64_t> num_reconnects_{0};
 
-  std::mutex mutex_;  // guards what follows
-  std::condition_variable changed_;
-  std::vector<Actor> actors_;
-  // What all servers must say: as asked for, else as the first one does.
-  std::optional<int64_t> num_envs_;
-  std::optional<std::string> spaces_;
-  std::optional<Nest<std::string>> row_;                          // descriptions
-  std::array<std::chrono::duration<double>, kNumWaits> waits_{};  // that are over
-  std::deque<std::string> events_;
-  size_t num_running_ = 0;
-  bool started_ = false;
-  bool finished_ = false;
-  std::exception_ptr error_;
+  Mutex mutex_;
+  Condition changed_;
+  std::vector<Actor> actors_ TB_GUARDED_BY(mutex_);
+  // That are over.
+  std::array<std::chrono::duration<double>, kNumWaits> waits_ TB_GUARDED_BY(mutex_){};
+  std::deque<std::string> events_ TB_GUARDED_BY(mutex_);
+  size_t num_running_ TB_GUARDED_BY(mutex_) = 0;
+  bool started_ TB_GUARDED_BY(mutex_) = false;
+  bool finished_ TB_GUARDED_BY(mutex_) = false;
+  std::exception_ptr error_ TB_GUARDED_BY(mutex_);
 };
 
 }  // namespace torchbeast

@@ -30,6 +30,12 @@ size_t round_up(size_t num_bytes) {
   return std::max(kAlignment, (num_bytes + step - 1) / step * step);
 }
 
+size_t count_elements(const Shape& shape) {
+  size_t count = 1;
+  for (const int64_t size : shape) count *= static_cast<size_t>(size);
+  return count;
+}
+
 }  // namespace
 
 size_t size_of(DType dtype) {
@@ -69,7 +75,7 @@ MemoryPool::Block MemoryPool::take(size_t num_bytes) {
   const size_t size = round_up(num_bytes);
   Block block;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     std::vector<Block>& blocks = free_[size];
     if (!blocks.empty()) {
       block = std::move(blocks.back());
@@ -84,31 +90,29 @@ MemoryPool::Block MemoryPool::take(size_t num_bytes) {
 }
 
 void MemoryPool::put_back(size_t size, Block block) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   std::vector<Block>& blocks = free_[size];
   if (blocks.size() < kMaxFree) blocks.push_back(std::move(block));
   // Else `block`, a parameter, is freed by the caller: after the lock.
 }
 
-size_t Array::num_elements() const {
-  size_t count = 1;
-  for (const int64_t size : shape) count *= static_cast<size_t>(size);
-  return count;
+size_t ArrayView::num_bytes() const { return count_elements(shape) * size_of(dtype); }
+
+std::string ArrayView::description() const {
+  std::string text = std::string(name_of(dtype)) + "[";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
+  }
+  return text + "]";
 }
+
+size_t Array::num_bytes() const { return count_elements(shape) * size_of(dtype); }
 
 Array Array::row(int64_t index) const {
   Array row{dtype, shape, nullptr};
   row.shape[0] = 1;
   row.data = MemoryPool::Block(data, data.get() + static_cast<size_t>(index) * row.num_bytes());
   return row;
-}
-
-std::string Array::description() const {
-  std::string text = std::string(name_of(dtype)) + "[";
-  for (size_t i = 0; i < shape.size(); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
-  }
-  return text + "]";
 }
 
 Array make_array(DType dtype, Shape shape, MemoryPool& pool) {
@@ -156,7 +160,7 @@ Array copy_strided(DType dtype, const Shape& shape, const std::vector<int64_t>& 
                    const std::byte* data, MemoryPool& pool) {
   Array result = make_array(dtype, shape, pool);
   const size_t item = size_of(dtype);
-  const size_t count = result.num_elements();
+  const size_t count = count_elements(shape);
   std::vector<int64_t> index(shape.size(), 0);
   for (size_t i = 0; i < count; ++i) {
     int64_t offset = 0;

@@ -7,9 +7,10 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
+
+#include "mutex.h"
 
 namespace torchbeast {
 
@@ -52,23 +53,32 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   void put_back(size_t size, Block block);
 
   const Allocator allocate_;
-  std::mutex mutex_;
-  std::map<size_t, std::vector<Block>> free_;  // by size
+  Mutex mutex_;
+  std::map<size_t, std::vector<Block>> free_ TB_GUARDED_BY(mutex_);  // by size
 };
 
-// C order. A copy shares the memory, and so does a view.
+// An array to be read only, on memory that somebody else keeps alive. C order.
+struct ArrayView {
+  DType dtype = DType::kUInt8;
+  Shape shape;
+  const std::byte* data = nullptr;
+
+  size_t num_bytes() const;
+  std::string description() const;  // as in float32[3, 4]
+};
+
+// C order. A copy shares the memory.
 struct Array {
   DType dtype = DType::kUInt8;
   Shape shape;
   MemoryPool::Block data;  // points to the first element
 
-  size_t num_elements() const;
-  size_t num_bytes() const { return num_elements() * size_of(dtype); }
+  size_t num_bytes() const;
+  std::string description() const { return view().description(); }
+  ArrayView view() const { return {dtype, shape, data.get()}; }
 
   // Part `index` of the first dimension, which stays, with size 1: [T, N] to [1, N].
   Array row(int64_t index) const;
-
-  std::string description() const;  // as in float32[3, 4]
 };
 
 Array make_array(DType dtype, Shape shape, MemoryPool& pool);

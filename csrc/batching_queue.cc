@@ -42,15 +42,12 @@ BatchingQueue::BatchingQueue(Options options, std::shared_ptr<MemoryPool> pool, 
 
 void BatchingQueue::enqueue(Nest<Array> nest, bool owned, const std::atomic<bool>* cancelled) {
   const int64_t columns = count_columns(nest, static_cast<size_t>(options_.batch_dim));
-  const auto has_room = [&] {
-    return !options_.maximum_queue_size || columns_ < *options_.maximum_queue_size;
-  };
-  const auto ended = [&] { return closed_ || (cancelled != nullptr && *cancelled); };
+  const auto is_cancelled = [&] { return cancelled != nullptr && *cancelled; };
   bool refused, room;
   {
-    std::unique_lock lock(mutex_);
-    emptied_.wait(lock, [&] { return ended() || has_room(); });
-    refused = ended();
+    Lock lock(mutex_);
+    while (!closed_ && !is_cancelled() && !has_room()) emptied_.wait(lock);
+    refused = closed_ || is_cancelled();
     if (!refused && columns > 0) {
       items_.push_back({std::move(nest), columns, 0, owned, Clock::now()});
       columns_ += columns;
@@ -68,7 +65,7 @@ std::optional<Nest<Array>> BatchingQueue::dequeue() {
   std::vector<Item> items;
   bool more;
   {
-    std::unique_lock lock(mutex_);
+    Lock lock(mutex_);
     if (!wait_for_batch(lock)) return std::nullopt;
     items = take();
     more = columns_ > 0;  // too few too: somebody must wait for their timeout
@@ -89,28 +86,25 @@ std::optional<Nest<Array>> BatchingQueue::dequeue() {
   return join_columns(parts, static_cast<size_t>(options_.batch_dim), *pool_);
 }
 
-// Returns false once closed. Requires mutex_.
-bool BatchingQueue::wait_for_batch(std::unique_lock<std::mutex>& lock) {
-  const auto ready = [&] { return closed_ || columns_ >= options_.minimum_batch_size; };
-  if (!options_.timeout_ms) {
-    filled_.wait(lock, ready);
-    return !closed_;
-  }
-  const Milliseconds timeout(*options_.timeout_ms);
-  while (!ready()) {
-    if (items_.empty()) {
+bool BatchingQueue::has_room() const {
+  return !options_.maximum_queue_size || columns_ < *options_.maximum_queue_size;
+}
+
+// Returns false once closed.
+bool BatchingQueue::wait_for_batch(Lock& lock) {
+  while (!closed_ && columns_ < options_.minimum_batch_size) {
+    if (items_.empty() || !options_.timeout_ms) {
       filled_.wait(lock);
-    } else if (Clock::now() >= items_.front().arrival + timeout) {
-      break;
-    } else {
-      filled_.wait_until(lock, items_.front().arrival + timeout);
+      continue;
     }
+    const auto deadline = items_.front().arrival + Milliseconds(*options_.timeout_ms);
+    if (Clock::now() >= deadline) break;
+    filled_.wait_until(lock, deadline);
   }
   return !closed_;
 }
 
 // Takes up to maximum_batch_size columns; the `columns` of what it returns are those of the part.
-// Requires mutex_.
 std::vector<BatchingQueue::Item> BatchingQueue::take() {
   std::vector<Item> parts;
   int64_t space = std::min(options_.maximum_batch_size, columns_);
@@ -133,43 +127,31 @@ std::vector<BatchingQueue::Item> BatchingQueue::take() {
 
 void BatchingQueue::close() {
   std::deque<Item> dropped;  // freed after the lock
-  std::vector<std::function<void()>> callbacks;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (closed_) throw std::runtime_error("the queue is closed already");
     closed_ = true;
     dropped.swap(items_);
     columns_ = 0;
-    callbacks.swap(callbacks_);
   }
   filled_.notify_all();
   emptied_.notify_all();
-  for (const auto& callback : callbacks) callback();
 }
 
 bool BatchingQueue::is_closed() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return closed_;
 }
 
 int64_t BatchingQueue::size() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return columns_;
 }
 
-void BatchingQueue::on_close(std::function<void()> callback) {
-  {
-    std::lock_guard lock(mutex_);
-    if (!closed_) {
-      callbacks_.push_back(std::move(callback));
-      return;
-    }
-  }
-  callback();
-}
-
 void BatchingQueue::wake() {
-  std::unique_lock(mutex_).unlock();  // so that nobody is between looking and waiting
+  {
+    Lock lock(mutex_);
+  }  // so that nobody is between looking and waiting
   filled_.notify_all();
   emptied_.notify_all();
 }

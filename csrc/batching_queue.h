@@ -4,27 +4,19 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <stdexcept>
 #include <vector>
 
 #include "array.h"
 #include "columns.h"
+#include "errors.h"
+#include "mutex.h"
 #include "nest.h"
 
 namespace torchbeast {
-
-// The queue or batcher was closed, before or while the caller waited.
-class ClosedError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
 
 using Milliseconds = std::chrono::milliseconds;
 
@@ -63,9 +55,6 @@ class BatchingQueue {
   // Columns that wait.
   int64_t size() const;
 
-  // Have `callback` called by close(), or at once if it is closed already.
-  void on_close(std::function<void()> callback);
-
   // Have those who wait look at their `cancelled`.
   void wake();
 
@@ -80,20 +69,20 @@ class BatchingQueue {
     Clock::time_point arrival;
   };
 
-  bool wait_for_batch(std::unique_lock<std::mutex>& lock);
-  std::vector<Item> take();
+  bool has_room() const TB_REQUIRES(mutex_);
+  bool wait_for_batch(Lock& lock) TB_REQUIRES(mutex_);
+  std::vector<Item> take() TB_REQUIRES(mutex_);
 
   const Options options_;
   const std::shared_ptr<MemoryPool> pool_;
   const bool hand_over_;
 
-  mutable std::mutex mutex_;  // guards what follows
-  std::condition_variable filled_;
-  std::condition_variable emptied_;
-  std::deque<Item> items_;
-  int64_t columns_ = 0;
-  bool closed_ = false;
-  std::vector<std::function<void()>> callbacks_;
+  mutable Mutex mutex_;
+  Condition filled_;
+  Condition emptied_;
+  std::deque<Item> items_ TB_GUARDED_BY(mutex_);
+  int64_t columns_ TB_GUARDED_BY(mutex_) = 0;
+  bool closed_ TB_GUARDED_BY(mutex_) = false;
 };
 
 // Throws std::invalid_argument for sizes that make no sense; both kinds of queue have them.

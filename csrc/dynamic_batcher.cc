@@ -18,24 +18,20 @@ DynamicBatcher::DynamicBatcher(Options options, std::shared_ptr<MemoryPool> pool
 Nest<Array> DynamicBatcher::compute(Nest<Array> inputs, const std::atomic<bool>* cancelled) {
   const int64_t columns = count_columns(inputs, static_cast<size_t>(options_.batch_dim));
   if (columns == 0) throw std::invalid_argument("the inputs have no columns");
-  if (columns > options_.maximum_batch_size) {
-    throw std::invalid_argument("inputs of " + std::to_string(columns) +
-                                " columns do not fit into a batch: maximum_batch_size is " +
-                                std::to_string(options_.maximum_batch_size));
-  }
   auto call = std::make_shared<Call>();
   call->inputs = std::move(inputs);
   call->columns = columns;
   {
-    std::unique_lock lock(mutex_);
+    Lock lock(mutex_);
     if (!closed_) {
       call->arrival = Clock::now();
       pending_.push_back(call);
       waiting_.insert(call);
       columns_ += columns;
       filled_.notify_one();
-      call->answered.wait(
-          lock, [&] { return call->done || closed_ || (cancelled != nullptr && *cancelled); });
+      while (!call->done && !closed_ && !(cancelled != nullptr && *cancelled)) {
+        call->answered.wait(lock);
+      }
       forget(call);
     }
     if (!call->done) throw ClosedError("the batcher is closed");
@@ -44,7 +40,6 @@ Nest<Array> DynamicBatcher::compute(Nest<Array> inputs, const std::atomic<bool>*
   return std::move(call->outputs);
 }
 
-// Requires mutex_.
 void DynamicBatcher::forget(const std::shared_ptr<Call>& call) {
   waiting_.erase(call);
   const auto found = std::find(pending_.begin(), pending_.end(), call);
@@ -59,7 +54,7 @@ std::unique_ptr<Batch> DynamicBatcher::next() {
     Calls calls;
     bool more;
     {
-      std::unique_lock lock(mutex_);
+      Lock lock(mutex_);
       if (!wait_for_calls(lock)) return nullptr;
       calls = take();
       more = columns_ > 0;  // too few too: somebody must wait for their timeout
@@ -83,26 +78,25 @@ std::unique_ptr<Batch> DynamicBatcher::next() {
   }
 }
 
-// Returns false once closed. Requires mutex_.
-bool DynamicBatcher::wait_for_calls(std::unique_lock<std::mutex>& lock) {
-  const auto ready = [&] { return closed_ || columns_ >= options_.minimum_batch_size; };
-  while (!ready()) {
+// Returns false once closed.
+bool DynamicBatcher::wait_for_calls(Lock& lock) {
+  while (!closed_ && columns_ < options_.minimum_batch_size) {
     if (pending_.empty() || !options_.timeout_ms) {
       filled_.wait(lock);
       continue;
     }
-    const auto deadline = pending_.front()->arrival + Milliseconds(*options_.timeout_ms);
+    const auto deadline = pending_.back()->arrival + Milliseconds(*options_.timeout_ms);
     if (Clock::now() >= deadline) break;
     filled_.wait_until(lock, deadline);
   }
   return !closed_;
 }
 
-// Takes as many whole calls as fit. Requires mutex_.
+// Takes as many whole calls as fit, and at least one.
 DynamicBatcher::Calls DynamicBatcher::take() {
   Calls calls;
   int64_t space = options_.maximum_batch_size;
-  while (!pending_.empty() && pending_.front()->columns <= space) {
+  while (!pending_.empty() && (calls.empty() || pending_.front()->columns <= space)) {
     space -= pending_.front()->columns;
     columns_ -= pending_.front()->columns;
     calls.push_back(std::move(pending_.front()));
@@ -112,7 +106,7 @@ DynamicBatcher::Calls DynamicBatcher::take() {
 }
 
 void DynamicBatcher::answer(const Calls& calls, std::vector<Nest<Array>> outputs) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   for (size_t i = 0; i < calls.size(); ++i) {
     calls[i]->outputs = std::move(outputs[i]);
     calls[i]->done = true;
@@ -121,8 +115,8 @@ void DynamicBatcher::answer(const Calls& calls, std::vector<Nest<Array>> outputs
 }
 
 void DynamicBatcher::fail(const Calls& calls, std::exception_ptr error) {
-  std::lock_guard lock(mutex_);
-  if (closed_) return;  // which is what they are about to be told
+  Lock lock(mutex_);
+  if (closed_) return;  // they get ClosedError
   for (const auto& call : calls) {
     call->error = error;
     call->done = true;
@@ -131,41 +125,27 @@ void DynamicBatcher::fail(const Calls& calls, std::exception_ptr error) {
 }
 
 void DynamicBatcher::close() {
-  std::vector<std::function<void()>> callbacks;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (closed_) throw std::runtime_error("the batcher is closed already");
     closed_ = true;
     for (const auto& call : waiting_) call->answered.notify_one();
-    callbacks.swap(callbacks_);
   }
   filled_.notify_all();
-  for (const auto& callback : callbacks) callback();
 }
 
 bool DynamicBatcher::is_closed() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return closed_;
 }
 
 int64_t DynamicBatcher::size() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return columns_;
 }
 
-void DynamicBatcher::on_close(std::function<void()> callback) {
-  {
-    std::lock_guard lock(mutex_);
-    if (!closed_) {
-      callbacks_.push_back(std::move(callback));
-      return;
-    }
-  }
-  callback();
-}
-
 void DynamicBatcher::wake() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   for (const auto& call : waiting_) call->answered.notify_one();
 }
 

@@ -4,34 +4,27 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <exception>
-#include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
-#include <stdexcept>
 #include <vector>
 
 #include "array.h"
 #include "columns.h"
+#include "errors.h"
+#include "mutex.h"
 #include "nest.h"
 
 namespace torchbeast {
 
-// A batch was dropped before it was answered.
-class AsyncError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
 class Batch;
 
 // Callers of compute() wait while others iterate over batches and answer them. Calls are never
-// parted: a batch holds whole ones.
+// parted: a batch holds whole ones. One with more columns than maximum_batch_size is a batch of its
+// own.
 //
 // Any number of threads may call any method. close() wakes all who wait, also the callers whose
 // batch is being answered.
@@ -41,16 +34,17 @@ class DynamicBatcher : public std::enable_shared_from_this<DynamicBatcher> {
     int64_t batch_dim = 1;
     int64_t minimum_batch_size = 1;  // columns
     int64_t maximum_batch_size = 1024;
-    std::optional<int64_t> timeout_ms = 100;  // then batches below the minimum are given out too
+    // So long after the last call that came, batches below the minimum are given out too.
+    std::optional<int64_t> timeout_ms = 100;
   };
 
   // Throws std::invalid_argument for options that make no sense.
   DynamicBatcher(Options options, std::shared_ptr<MemoryPool> pool);
 
   // Wait for the answer to `inputs`: the caller's own columns of the batch's outputs, in memory of
-  // their own. Throws std::invalid_argument as count_columns does, for more columns than
-  // maximum_batch_size, and where the inputs do not fit those of others in the batch; AsyncError
-  // if the batch is dropped; ClosedError when closed, or when *cancelled is true after a wake().
+  // their own. Throws std::invalid_argument as count_columns does, and where the inputs do not fit
+  // those of others in the batch; AsyncError if the batch is dropped; ClosedError when closed, or
+  // when *cancelled is true after a wake().
   Nest<Array> compute(Nest<Array> inputs, const std::atomic<bool>* cancelled = nullptr);
 
   // Blocks for a batch; null once closed.
@@ -62,9 +56,6 @@ class DynamicBatcher : public std::enable_shared_from_this<DynamicBatcher> {
 
   // Columns that wait to become part of a batch.
   int64_t size() const;
-
-  // Have `callback` called by close(), or at once if it is closed already.
-  void on_close(std::function<void()> callback);
 
   // Have those who wait look at their `cancelled`.
   void wake();
@@ -78,30 +69,30 @@ class DynamicBatcher : public std::enable_shared_from_this<DynamicBatcher> {
     int64_t columns;
     Clock::time_point arrival;
 
-    // Guarded by the batcher's mutex.
-    std::condition_variable answered;
+    // Guarded by the batcher's mutex, which the analysis cannot express.
+    Condition answered;
     bool done = false;
     Nest<Array> outputs;
     std::exception_ptr error;
   };
   using Calls = std::vector<std::shared_ptr<Call>>;
 
-  bool wait_for_calls(std::unique_lock<std::mutex>& lock);
-  Calls take();
-  void forget(const std::shared_ptr<Call>& call);
+  bool wait_for_calls(Lock& lock) TB_REQUIRES(mutex_);
+  Calls take() TB_REQUIRES(mutex_);
+  void forget(const std::shared_ptr<Call>& call) TB_REQUIRES(mutex_);
   void answer(const Calls& calls, std::vector<Nest<Array>> outputs);
   void fail(const Calls& calls, std::exception_ptr error);
 
   const Options options_;
   const std::shared_ptr<MemoryPool> pool_;
 
-  mutable std::mutex mutex_;  // guards what follows
-  std::condition_variable filled_;
-  std::deque<std::shared_ptr<Call>> pending_;
-  std::set<std::shared_ptr<Call>> waiting_;  // the pending ones and those in batches
-  int64_t columns_ = 0;                      // of the pending ones
-  bool closed_ = false;
-  std::vector<std::function<void()>> callbacks_;
+  mutable Mutex mutex_;
+  Condition filled_;
+  std::deque<std::shared_ptr<Call>> pending_ TB_GUARDED_BY(mutex_);
+  // The pending ones and those in batches.
+  std::set<std::shared_ptr<Call>> waiting_ TB_GUARDED_BY(mutex_);
+  int64_t columns_ TB_GUARDED_BY(mutex_) = 0;  // of the pending ones
+  bool closed_ TB_GUARDED_BY(mutex_) = false;
 };
 
 // The inputs of some calls, to be answered together. One thread at a time.

@@ -3,9 +3,9 @@
 
 #include <grpc/compression.h>
 
-#include <algorithm>
 #include <utility>
 
+#include "errors.h"
 #include "wire.h"
 
 namespace torchbeast {
@@ -55,27 +55,16 @@ std::string seconds(std::chrono::duration<double> duration) {
 
 }  // namespace
 
-void Credentials::check() const {
-  if (tls && (tls->ca.empty() || tls->certificate.empty() || tls->key.empty())) {
-    throw std::invalid_argument(
-        "tls should be three PEM texts: of the authority, the certificate and its key");
-  }
-  const auto printable = [](char c) { return '!' <= c && c <= '~'; };
-  if (auth_token &&
-      (auth_token->empty() || !std::all_of(auth_token->begin(), auth_token->end(), printable))) {
-    throw std::invalid_argument("auth_token should be printable ASCII without spaces");
-  }
-}
-
-EnvStream::EnvStream(std::string address, const Wishes& wishes, const Credentials& credentials)
+EnvStream::EnvStream(std::string address, const StreamOptions& options,
+                     const Credentials& credentials)
     : address_(std::move(address)) {
   credentials.check();
   channel_ = make_channel(address_, credentials);
   if (credentials.auth_token) context_.AddMetadata("auth-token", *credentials.auth_token);
-  if (wishes.num_envs) context_.AddMetadata("num-envs", std::to_string(*wishes.num_envs));
-  if (!wishes.seed.empty()) context_.AddMetadata("seed", wishes.seed);
-  if (wishes.newest_frame_only) context_.AddMetadata("newest-frame-only", "1");
-  if (wishes.truncated_rows) context_.AddMetadata("truncated-rows", "1");
+  if (options.num_envs) context_.AddMetadata("num-envs", std::to_string(*options.num_envs));
+  if (!options.seed.empty()) context_.AddMetadata("seed", options.seed);
+  if (options.newest_frame_only) context_.AddMetadata("newest-frame-only", "1");
+  if (options.truncated_rows) context_.AddMetadata("truncated-rows", "1");
 }
 
 EnvStream::~EnvStream() {
@@ -136,7 +125,8 @@ void EnvStream::limit(std::chrono::duration<double> timeout) {
 void EnvStream::write(const Nest<Array>& action, std::chrono::duration<double> timeout) {
   // On the wire there is no time dimension.
   encode(action.map([](const Array& array) {
-    return Array{array.dtype, Shape(array.shape.begin() + 1, array.shape.end()), array.data};
+    return ArrayView{array.dtype, Shape(array.shape.begin() + 1, array.shape.end()),
+                     array.data.get()};
   }),
          action_.mutable_action());
   begin_wait(timeout);
@@ -150,6 +140,15 @@ const rpcenv::Step& EnvStream::read() {
     throw EnvironmentError("the environment server at " + address_ + " says: " + step_.error());
   }
   return step_;
+}
+
+void EnvStream::refuse(const std::string& reason) {
+  rpcenv::Action action;
+  action.set_refusal(reason);
+  begin_wait(kGrace);
+  // Cancelled at once, the message could be lost: wait until the server has ended the stream.
+  if (stream_->Write(action)) stream_->Read(&step_);
+  deadline_ = 0;
 }
 
 void EnvStream::cancel() {

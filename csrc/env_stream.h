@@ -6,63 +6,16 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstdint>
 #include <memory>
-#include <optional>
-#include <stdexcept>
 #include <string>
 
 #include "array.h"
+#include "credentials.h"
 #include "nest.h"
 #include "rpcenv.grpc.pb.h"
+#include "stream_options.h"
 
 namespace torchbeast {
-
-// A server did not answer in time.
-class TimeoutError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
-// A server was lost, or broke the protocol.
-class ConnectionError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
-// A server is not what was asked for, or disagrees with the others.
-class RefusedError : public ConnectionError {
- public:
-  using ConnectionError::ConnectionError;
-};
-
-// A server's environment failed; its traceback is in the message.
-class EnvironmentError : public ConnectionError {
- public:
-  using ConnectionError::ConnectionError;
-};
-
-// Whom the learner believes, and what it shows to servers.
-struct Credentials {
-  struct Tls {  // PEM texts, not paths
-    std::string ca;
-    std::string certificate;
-    std::string key;
-  };
-  std::optional<Tls> tls;  // else nothing is encrypted
-  std::optional<std::string> auth_token;
-
-  // Throws std::invalid_argument for what gRPC would not send.
-  void check() const;
-};
-
-// What a stream asks of its server.
-struct Wishes {
-  std::optional<int64_t> num_envs;  // else as many as the server likes
-  std::string seed;                 // ints separated by commas; else of the server's choice
-  bool newest_frame_only = false;
-  bool truncated_rows = false;
-};
 
 // One thread opens, reads and writes; any thread may cancel.
 class EnvStream {
@@ -70,7 +23,7 @@ class EnvStream {
   using Clock = std::chrono::steady_clock;
 
   // Throws std::invalid_argument for credentials that make no sense.
-  EnvStream(std::string address, const Wishes& wishes, const Credentials& credentials);
+  EnvStream(std::string address, const StreamOptions& options, const Credentials& credentials);
   ~EnvStream();
   EnvStream(const EnvStream&) = delete;
   EnvStream& operator=(const EnvStream&) = delete;
@@ -89,6 +42,9 @@ class EnvStream {
 
   // The answer to what was written; valid until the next call. Throws ConnectionError.
   const rpcenv::Step& read();
+
+  // Send the reason why this server is not used, and end the stream. To be called after open().
+  void refuse(const std::string& reason);
 
   // Have open(), write() and read() fail soon.
   void cancel();

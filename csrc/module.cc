@@ -10,8 +10,8 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -19,36 +19,15 @@
 #include "batching_queue.h"
 #include "dynamic_batcher.h"
 #include "env_stream.h"
+#include "errors.h"
+#include "no_gil.h"
 #include "python_arrays.h"
+#include "stream_options.h"
 
 namespace py = pybind11;
 
 namespace torchbeast {
 namespace {
-
-// Gives up the GIL, and takes it back unless the interpreter is ending: then the thread that asks
-// for it would be unwound through destructors that must not throw, so it rests instead.
-class NoGil {
- public:
-  NoGil() : state_(PyEval_SaveThread()) {}
-  ~NoGil() {
-    while (is_finalizing()) std::this_thread::sleep_for(std::chrono::hours(1));
-    PyEval_RestoreThread(state_);
-  }
-  NoGil(const NoGil&) = delete;
-  NoGil& operator=(const NoGil&) = delete;
-
- private:
-  static bool is_finalizing() {
-#if PY_VERSION_HEX >= 0x030D0000
-    return Py_IsFinalizing();
-#else
-    return _Py_IsFinalizing();
-#endif
-  }
-
-  PyThreadState* const state_;
-};
 
 // Memory that GPUs copy from by themselves; torch allocates it.
 MemoryPool::Block allocate_pinned(size_t num_bytes) {
@@ -136,21 +115,51 @@ Credentials make_credentials(const Tls& tls, std::optional<std::string> auth_tok
   return credentials;
 }
 
-std::shared_ptr<ActorPool> make_actor_pool(
-    int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
-    std::shared_ptr<DynamicBatcher> inference_batcher,
-    std::vector<std::string> env_server_addresses, py::handle initial_agent_state,
-    bool dict_outputs, std::optional<int64_t> num_envs, std::optional<int64_t> expected_num_envs,
-    std::optional<std::vector<std::string>> seeds, bool newest_frame_only, bool reconnect,
-    std::optional<std::string> spaces, double connect_timeout_s, double step_timeout_s,
-    const Tls& tls, std::optional<std::string> auth_token) {
-  return std::make_shared<ActorPool>(
-      unroll_length, std::move(learner_queue), std::move(inference_batcher),
-      std::move(env_server_addresses), from_python(initial_agent_state),
-      ActorPool::Options{dict_outputs, num_envs, expected_num_envs,
-                         seeds.value_or(std::vector<std::string>()), newest_frame_only, reconnect,
-                         spaces, connect_timeout_s, step_timeout_s,
-                         make_credentials(tls, std::move(auth_token))});
+ActorPool::Options read_options(const py::dict& keywords) {
+  size_t num_known = 0;
+  const auto read = [&](const char* name, auto* value) {
+    if (!keywords.contains(name)) return;
+    ++num_known;
+    const py::handle given = keywords[name];
+    if (given.is_none()) return;
+    try {
+      *value = given.cast<std::decay_t<decltype(*value)>>();
+    } catch (const py::cast_error&) {
+      throw py::type_error(py::str("{} cannot be {!r}").format(name, given));
+    }
+  };
+  ActorPool::Options options;
+  Tls tls;
+  std::optional<std::string> auth_token;
+  read("dict_outputs", &options.dict_outputs);
+  read("num_envs", &options.num_envs);
+  read("expected_num_envs", &options.expected_num_envs);
+  read("seeds", &options.seeds);
+  read("newest_frame_only", &options.newest_frame_only);
+  read("reconnect", &options.reconnect);
+  read("spaces", &options.spaces);
+  read("env", &options.env);
+  read("connect_timeout_s", &options.connect_timeout_s);
+  read("step_timeout_s", &options.step_timeout_s);
+  read("tls", &tls);
+  read("auth_token", &auth_token);
+  if (num_known < keywords.size()) {
+    throw py::type_error(
+        py::str("ActorPool got an unknown keyword among {}").format(py::list(keywords)));
+  }
+  options.credentials = make_credentials(tls, std::move(auth_token));
+  return options;
+}
+
+std::shared_ptr<ActorPool> make_actor_pool(int64_t unroll_length,
+                                           std::shared_ptr<BatchingQueue> learner_queue,
+                                           std::shared_ptr<DynamicBatcher> inference_batcher,
+                                           std::vector<std::string> env_server_addresses,
+                                           py::handle initial_agent_state,
+                                           const py::kwargs& keywords) {
+  return std::make_shared<ActorPool>(unroll_length, std::move(learner_queue),
+                                     std::move(inference_batcher), std::move(env_server_addresses),
+                                     from_python(initial_agent_state), read_options(keywords));
 }
 
 py::str next_event(ActorPool& pool) {
@@ -169,7 +178,7 @@ py::dict query_server(const std::string& address, std::optional<int64_t> num_env
   rpcenv::Handshake handshake;
   {
     NoGil no_gil;
-    EnvStream stream(address, Wishes{num_envs, "", false, false},
+    EnvStream stream(address, StreamOptions{num_envs, "", false, false},
                      make_credentials(tls, std::move(auth_token)));
     const std::chrono::duration<double> timeout(timeout_s);
     stream.limit(timeout);
@@ -181,6 +190,7 @@ py::dict query_server(const std::string& address, std::optional<int64_t> num_env
   result["num_envs"] = handshake.num_envs();
   result["spaces"] = handshake.spaces();
   result["stack_size"] = handshake.stack_size();
+  result["env"] = handshake.env();
   return result;
 }
 
@@ -253,21 +263,23 @@ PYBIND11_MODULE(_C, m) {
       "The batcher gets ((frame, reward, done, episode_step, episode_return), agent_state), all "
       "[1, N, ...], and must answer ((action, ...), agent_state). The queue gets ((env outputs, "
       "agent outputs), initial_agent_state), the outputs [T + 1, N, ...].\n\n"
-      "dict_outputs: env outputs are a dict of all keys of a row (see environment.py), agent "
-      "outputs one with an action. num_envs: N to ask for. expected_num_envs: N that the "
-      "handshakes must say. seeds: one a stream, of ints separated "
-      "by commas. newest_frame_only: have stacked frames sent one by one. reconnect: a server that "
-      "is lost ends only its rollout. spaces: what the handshakes must say. tls: PEM texts of the "
-      "authority that signed the servers' certificates, of our certificate and of its key. "
+      "Keywords, None being as good as not given:\n"
+      "dict_outputs=False: env outputs are a dict of all keys of a row (see "
+      "libtorchbeast/rows.py), agent "
+      "outputs one with an action.\n"
+      "num_envs, expected_num_envs: N to ask for, and N that the handshakes must have.\n"
+      "seeds: one a stream, each ints separated by commas.\n"
+      "newest_frame_only=False: have stacked frames sent one by one.\n"
+      "reconnect=False: a server that is lost ends only its rollout.\n"
+      "spaces: what the handshakes must have; else as the first server has them.\n"
+      "env: the same of the environment's name, but servers that name none are accepted.\n"
+      "connect_timeout_s=60, step_timeout_s=300: how long servers may take.\n"
+      "tls: PEM texts of the authority that signed the servers' certificates, of our certificate "
+      "and of its key.\n"
       "auth_token: which the servers ask for.")
       .def(py::init(&make_actor_pool), py::arg("unroll_length"), py::arg("learner_queue"),
            py::arg("inference_batcher"), py::arg("env_server_addresses"),
-           py::arg("initial_agent_state"), py::kw_only(), py::arg("dict_outputs") = false,
-           py::arg("num_envs") = py::none(), py::arg("expected_num_envs") = py::none(),
-           py::arg("seeds") = py::none(), py::arg("newest_frame_only") = false,
-           py::arg("reconnect") = false, py::arg("spaces") = py::none(),
-           py::arg("connect_timeout_s") = 60.0, py::arg("step_timeout_s") = 300.0,
-           py::arg("tls") = py::none(), py::arg("auth_token") = py::none())
+           py::arg("initial_agent_state"))
       .def(
           "run", &ActorPool::run, py::call_guard<NoGil>(),
           "Blocks until the queue or the batcher is closed. Raises the first failure: TimeoutError "
@@ -291,14 +303,15 @@ PYBIND11_MODULE(_C, m) {
       .def("silences", &ActorPool::silences, py::call_guard<NoGil>(),
            "What each stream waits for, as in waits() or \"connection\", and for how many seconds.")
       .def("next_event", &next_event,
-           "Wait for the next thing that happened to a server, in words. Raises StopIteration "
+           "Wait for the next line about a server that was lost or is back. Raises StopIteration "
            "after the end of run().");
 
   m.def("query_server", &query_server, py::arg("address"), py::arg("num_envs") = py::none(),
         py::arg("timeout_s") = 60.0, py::arg("connect_timeout_s") = py::none(), py::kw_only(),
         py::arg("tls") = py::none(), py::arg("auth_token") = py::none(),
         "What the server at this address says of itself: a dict of protocol_version, num_envs, "
-        "spaces, stack_size. tls, auth_token: as ActorPool's. Raises TimeoutError; "
+        "spaces, stack_size, env (empty where it has no name). tls, auth_token: as ActorPool's. "
+        "Raises TimeoutError; "
         "ConnectionError, of which ConnectionRefusedError (another protocol version or token) and "
         "ConnectionAbortedError (its environments fail) will not mend themselves.");
 }

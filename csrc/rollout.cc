@@ -14,15 +14,15 @@ namespace torchbeast {
 namespace {
 
 // Copy `row`, [N, ...] or [1, N, ...], to row t of `buffer`, [T + 1, N, ...].
-void copy_row(const Array& row, const Array& buffer, int64_t t) {
+void copy_row(const ArrayView& row, const Array& buffer, int64_t t) {
   const size_t num_bytes = row.num_bytes();
   if (num_bytes > 0) {
-    std::memcpy(buffer.data.get() + static_cast<size_t>(t) * num_bytes, row.data.get(), num_bytes);
+    std::memcpy(buffer.data.get() + static_cast<size_t>(t) * num_bytes, row.data, num_bytes);
   }
 }
 
 // Whether `row` fits into `buffer` behind so many leading dimensions of its own.
-bool fits(const Array& row, const Array& buffer, size_t leading) {
+bool fits(const ArrayView& row, const Array& buffer, size_t leading) {
   return row.dtype == buffer.dtype && row.shape.size() + 1 == buffer.shape.size() + leading &&
          std::equal(row.shape.begin() + static_cast<int64_t>(leading), row.shape.end(),
                     buffer.shape.begin() + 1, buffer.shape.end());
@@ -41,12 +41,12 @@ Rollout::Rollout(int64_t unroll_length, bool dict_outputs, const rpcenv::Step& f
     actor_ = make_array(DType::kInt32, {num_envs_}, *pool_);
     std::fill_n(reinterpret_cast<int32_t*>(actor_->data.get()), num_envs_, *actor);
   }
-  Nest<Array>::Dict row = decode(first);
+  Nest<ArrayView>::Dict row = decode(first);
   if (stack_size_ > 0) {
     row.at("frame").leaf().shape = stacked_shape(first, num_envs_, stack_size_);
   }
   for (const auto& [key, nest] : row) {
-    rows_.emplace(key, nest.map([&](const Array& array) {
+    rows_.emplace(key, nest.map([&](const ArrayView& array) {
       Shape shape = array.shape;
       shape.insert(shape.begin(), unroll_length_ + 1);
       return make_array(array.dtype, std::move(shape), *pool_);
@@ -55,9 +55,9 @@ Rollout::Rollout(int64_t unroll_length, bool dict_outputs, const rpcenv::Step& f
   set_env_outputs(0, first);
 }
 
-Nest<Array>::Dict Rollout::decode(const rpcenv::Step& step) const {
-  Nest<Array>::Dict row = decode_row(step, num_envs_);
-  if (actor_) row.emplace("actor", *actor_);
+Nest<ArrayView>::Dict Rollout::decode(const rpcenv::Step& step) const {
+  Nest<ArrayView>::Dict row = decode_row(step, num_envs_);
+  if (actor_) row.emplace("actor", actor_->view());
   return row;
 }
 
@@ -72,9 +72,11 @@ Nest<Array> Rollout::env_outputs(int64_t t) const {
 }
 
 void Rollout::set_env_outputs(int64_t t, const rpcenv::Step& step) {
-  Nest<Array>::Dict row = decode(step);
-  for (const auto& [key, buffers] : rows_) {
-    const Nest<Array>& nest = row.at(key);
+  const Nest<ArrayView>::Dict row = decode(step);
+  for (const auto& item : rows_) {
+    const std::string& key = item.first;
+    const Nest<Array>& buffers = item.second;
+    const Nest<ArrayView>& nest = row.at(key);
     if (!nest.same_structure(buffers)) {
       throw WireError("the structure of " + key + " has changed");
     }
@@ -85,10 +87,10 @@ void Rollout::set_env_outputs(int64_t t, const rpcenv::Step& step) {
               buffers.leaf().row(t));
       continue;
     }
-    const std::vector<Array> arrays = nest.flatten();
+    const std::vector<ArrayView> arrays = nest.flatten();
     size_t i = 0;
     buffers.for_each([&](const Array& buffer) {
-      const Array& array = arrays[i++];
+      const ArrayView& array = arrays[i++];
       if (!fits(array, buffer, 0)) {
         throw WireError(key + " was " + buffer.row(0).description() + " and is now " +
                         array.description());
@@ -119,11 +121,11 @@ void Rollout::set_agent_outputs(int64_t t, const Nest<Array>& outputs) {
   size_t i = 0;
   agent_outputs_->for_each([&](const Array& buffer) {
     const Array& array = arrays[i++];
-    if (array.shape.empty() || array.shape[0] != 1 || !fits(array, buffer, 1)) {
+    if (array.shape.empty() || array.shape[0] != 1 || !fits(array.view(), buffer, 1)) {
       throw std::invalid_argument("an output of the agent was " + buffer.row(0).description() +
                                   " and is now " + array.description());
     }
-    copy_row(array, buffer, t);
+    copy_row(array.view(), buffer, t);
   });
 }
 
@@ -133,7 +135,7 @@ void Rollout::begin_buffers(int64_t t, int64_t num_rows) {
     Shape shape = old.shape;
     shape[0] = num_rows;
     Array buffer = make_array(old.dtype, std::move(shape), *pool_);
-    copy_row(old.row(t), buffer, 0);
+    copy_row(old.row(t).view(), buffer, 0);
     return buffer;
   };
   for (auto& [key, nest] : rows_) nest = nest.map(begin);

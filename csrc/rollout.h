@@ -44,7 +44,7 @@ class Rollout {
   int64_t num_envs() const { return num_envs_; }
 
  private:
-  Nest<Array>::Dict decode(const rpcenv::Step& step) const;
+  Nest<ArrayView>::Dict decode(const rpcenv::Step& step) const;
   Nest<Array> arrange(const Nest<Array>::Dict& rows) const;
   void begin_buffers(int64_t t, int64_t num_rows);
 

@@ -12,11 +12,8 @@ namespace torchbeast {
 
 namespace {
 
-// An array on memory of somebody else.
-Array borrow(DType dtype, Shape shape, const std::string& data) {
-  // The pointer is never written through: whoever decodes copies.
-  auto* bytes = reinterpret_cast<std::byte*>(const_cast<char*>(data.data()));
-  return Array{dtype, std::move(shape), MemoryPool::Block(MemoryPool::Block(), bytes)};
+ArrayView view_of(const std::string& data, DType dtype, Shape shape) {
+  return {dtype, std::move(shape), reinterpret_cast<const std::byte*>(data.data())};
 }
 
 void check_bools(const std::string& data, const std::string& what) {
@@ -26,16 +23,16 @@ void check_bools(const std::string& data, const std::string& what) {
   }
 }
 
-void check_finite(const Array& array, const std::string& what) {
+void check_finite(const ArrayView& array, const std::string& what) {
   for (size_t i = 0; i < array.num_bytes(); i += sizeof(float)) {
     float value;
-    std::memcpy(&value, array.data.get() + i, sizeof(float));  // which need not be aligned
+    std::memcpy(&value, array.data + i, sizeof(float));  // which need not be aligned
     if (!std::isfinite(value)) throw WireError(what + " is not finite");
   }
 }
 
 // `num_items` counts those of the whole nest.
-Nest<Array> decode_nest(const rpcenv::Nest& message, int depth, int* num_items) {
+Nest<ArrayView> decode_nest(const rpcenv::Nest& message, int depth, int* num_items) {
   if (depth > kMaxNestDepth) {
     throw WireError("a nest is more than " + std::to_string(kMaxNestDepth) + " levels deep");
   }
@@ -50,7 +47,7 @@ Nest<Array> decode_nest(const rpcenv::Nest& message, int depth, int* num_items) 
     return torchbeast::decode(message.array());
   }
   if (message.keys_size() == 0) {
-    Nest<Array>::Tuple tuple;
+    Nest<ArrayView>::Tuple tuple;
     tuple.reserve(static_cast<size_t>(message.items_size()));
     for (const rpcenv::Nest& item : message.items()) {
       tuple.push_back(decode_nest(item, depth + 1, num_items));
@@ -61,7 +58,7 @@ Nest<Array> decode_nest(const rpcenv::Nest& message, int depth, int* num_items) 
     throw WireError("a dict has " + std::to_string(message.keys_size()) + " keys and " +
                     std::to_string(message.items_size()) + " items");
   }
-  Nest<Array>::Dict dict;
+  Nest<ArrayView>::Dict dict;
   for (int i = 0; i < message.keys_size(); ++i) {
     const std::string& key = message.keys(i);
     if (!dict.emplace(key, decode_nest(message.items(i), depth + 1, num_items)).second) {
@@ -92,7 +89,7 @@ constexpr std::array<Field, 10> kFields{{
 
 }  // namespace
 
-Array decode(const rpcenv::Array& message) {
+ArrayView decode(const rpcenv::Array& message) {
   if (!rpcenv::DType_IsValid(message.dtype())) {
     throw WireError("an array has the unknown dtype " + std::to_string(message.dtype()));
   }
@@ -109,7 +106,7 @@ Array decode(const rpcenv::Array& message) {
     count *= static_cast<size_t>(size);
     if (count > kMaxMessageBytes) throw WireError("an array's shape is too large");
   }
-  Array array = borrow(dtype, shape, message.data());
+  ArrayView array = view_of(message.data(), dtype, shape);
   if (message.data().size() != array.num_bytes()) {
     throw WireError("an array's data are " + std::to_string(message.data().size()) +
                     " bytes, but " + array.description() + " has " +
@@ -119,25 +116,25 @@ Array decode(const rpcenv::Array& message) {
   return array;
 }
 
-Nest<Array> decode(const rpcenv::Nest& message) {
+Nest<ArrayView> decode(const rpcenv::Nest& message) {
   int num_items = 0;
   return decode_nest(message, 1, &num_items);
 }
 
-void encode(const Array& array, rpcenv::Array* message) {
+void encode(const ArrayView& array, rpcenv::Array* message) {
   if (array.dtype == DType::kBFloat16) throw std::invalid_argument("bfloat16 cannot be sent");
   message->set_dtype(static_cast<rpcenv::DType>(array.dtype));
   message->clear_shape();
   for (const int64_t size : array.shape) message->add_shape(size);
-  message->set_data(array.data.get(), array.num_bytes());
+  message->set_data(array.data, array.num_bytes());
 }
 
-void encode(const Nest<Array>& nest, rpcenv::Nest* message) {
+void encode(const Nest<ArrayView>& nest, rpcenv::Nest* message) {
   message->Clear();
   if (nest.is_leaf()) {
     encode(nest.leaf(), message->mutable_array());
   } else if (nest.is_tuple()) {
-    for (const Nest<Array>& item : nest.tuple()) encode(item, message->add_items());
+    for (const Nest<ArrayView>& item : nest.tuple()) encode(item, message->add_items());
   } else {
     for (const auto& [key, item] : nest.dict()) {
       message->add_keys(key);
@@ -146,11 +143,11 @@ void encode(const Nest<Array>& nest, rpcenv::Nest* message) {
   }
 }
 
-Nest<Array>::Dict decode_row(const rpcenv::Step& step, int64_t num_envs) {
+Nest<ArrayView>::Dict decode_row(const rpcenv::Step& step, int64_t num_envs) {
   if (num_envs < 1) throw WireError("a row of " + std::to_string(num_envs) + " environments");
-  Nest<Array>::Dict row;
+  Nest<ArrayView>::Dict row;
   if (step.has_last_action_array()) {
-    Array array = decode(step.last_action_array());
+    ArrayView array = decode(step.last_action_array());
     if (array.shape.empty() || array.shape[0] != num_envs) {
       throw WireError("the last action is an array " + array.description() + ", but there are " +
                       std::to_string(num_envs) + " environments");
@@ -160,7 +157,7 @@ Nest<Array>::Dict decode_row(const rpcenv::Step& step, int64_t num_envs) {
   for (const Field& field : kFields) {
     if (row.count(field.key) > 0) continue;
     const std::string& data = (step.*field.data)();
-    Array array = borrow(field.dtype, {num_envs}, data);
+    ArrayView array = view_of(data, field.dtype, {num_envs});
     if (data.size() != array.num_bytes()) {
       throw WireError(std::string(field.key) + " is " + std::to_string(data.size()) +
                       " bytes, but " + array.description() + " has " +
@@ -171,8 +168,8 @@ Nest<Array>::Dict decode_row(const rpcenv::Step& step, int64_t num_envs) {
   }
   check_finite(row.at("reward").leaf(), "reward");
   if (!step.has_observation()) throw WireError("a row has no observation");
-  Nest<Array> frame = decode(step.observation());
-  frame.for_each([&](const Array& array) {
+  Nest<ArrayView> frame = decode(step.observation());
+  frame.for_each([&](const ArrayView& array) {
     if (array.shape.empty() || array.shape[0] != num_envs) {
       throw WireError("the observation has an array " + array.description() + ", but there are " +
                       std::to_string(num_envs) + " environments");
@@ -187,8 +184,8 @@ Shape stacked_shape(const rpcenv::Step& step, int64_t num_envs, int64_t stack_si
   if (!step.has_full() || !step.has_observation() || !step.observation().has_array()) {
     throw WireError("frames are stacked, but the first row has no whole stacks");
   }
-  const Array full = decode(step.full());
-  const Array newest = decode(step.observation().array());
+  const ArrayView full = decode(step.full());
+  const ArrayView newest = decode(step.observation().array());
   Shape expected = newest.shape;
   if (expected.size() < 2 || full.shape.size() != expected.size()) {
     throw WireError("frames are stacked, but are " + newest.description());
@@ -201,7 +198,7 @@ Shape stacked_shape(const rpcenv::Step& step, int64_t num_envs, int64_t stack_si
   return full.shape;
 }
 
-void restack(const rpcenv::Step& step, const Array& newest, int64_t stack_size,
+void restack(const rpcenv::Step& step, const ArrayView& newest, int64_t stack_size,
              const Array* previous, const Array& target) {
   const int64_t num_envs = newest.shape.at(0);
   const std::string& is_full = step.is_full();
@@ -216,24 +213,24 @@ void restack(const rpcenv::Step& step, const Array& newest, int64_t stack_size,
   }
   Shape shape(target.shape.begin() + 1, target.shape.end());
   shape[0] = num_full;
-  Array full;
+  ArrayView full;
   if (num_full > 0) {
     full = decode(step.full());
     if (full.dtype != target.dtype || full.shape != shape) {
       throw WireError("the whole stacks are " + full.description() + ", but should be " +
-                      Array{target.dtype, shape, nullptr}.description());
+                      ArrayView{target.dtype, shape, nullptr}.description());
     }
   }
   shape[0] = num_envs;
   shape.at(1) /= stack_size;
   if (newest.dtype != target.dtype || newest.shape != shape) {
     throw WireError("the newest frames are " + newest.description() + ", but should be " +
-                    Array{target.dtype, shape, nullptr}.description());
+                    ArrayView{target.dtype, shape, nullptr}.description());
   }
 
   const size_t frame = newest.num_bytes() / static_cast<size_t>(num_envs);
   const size_t stack = frame * static_cast<size_t>(stack_size);
-  const std::byte* whole = full.data.get();
+  const std::byte* whole = full.data;
   for (size_t i = 0; i < static_cast<size_t>(num_envs); ++i) {
     std::byte* to = target.data.get() + i * stack;
     if (is_full[i] != 0) {
@@ -241,7 +238,7 @@ void restack(const rpcenv::Step& step, const Array& newest, int64_t stack_size,
       whole += stack;
     } else {
       std::memcpy(to, previous->data.get() + i * stack + frame, stack - frame);
-      std::memcpy(to + stack - frame, newest.data.get() + i * frame, frame);
+      std::memcpy(to + stack - frame, newest.data + i * frame, frame);
     }
   }
 }

@@ -11,7 +11,7 @@ WAIT = 0  # the action until the question comes
 class Recall(gym.Env):
     """Shows 1 or 2, then nothing, then a question; 1 for the action of that number, else -1.
 
-    Who does anything but wait meanwhile has lost at once. So the last action, which nets are told,
+    Who does anything but wait meanwhile has lost at once. So the last action, which nets get,
     keeps no secret, and whoever has no memory can but guess: a mean return of 0.
     """
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """PolyBeast's core: queues, dynamic batching and the actor pool (compiled), environment servers.
 
-Names are loaded when they are first used: a machine that only serves environments needs no
-compiled part.
+Names are loaded when they are first used: environment servers need no compiled part.
 """
 
 import importlib
 
-MAX_STREAMS, MAX_ENVS = 16, 4096  # at once, a server; a stream
+MAX_STREAMS = 16  # of a server at once
+MAX_ENVS = 4096  # of a stream
 
 _MODULES = {"Server": "libtorchbeast.server"} | dict.fromkeys(
     (

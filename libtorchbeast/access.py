@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may have a server make environments: those on its machine, or who prove who they are."""
+"""Who may use a server: processes of its machine, and those with a certificate or a token."""
 
 import hmac
 import ipaddress
@@ -7,13 +7,13 @@ import logging
 import re
 import time
 
-TELL_INTERVAL = 10  # seconds between two lines about strangers, lest they fill the disk
+LOG_INTERVAL = 10  # seconds between two lines about strangers, who could fill the disk
 
 
 def is_local(address):
-    """Say whether it takes a process of this machine to connect: a unix socket, or loopback.
+    """Return whether only this machine can connect: a unix socket, or loopback.
 
-    No host name is, but localhost, whatever it stands for today.
+    Of host names, only localhost counts as local.
     """
     host = address.rpartition(":")[0].strip("[]")
     if address.startswith("unix:") or host == "localhost":
@@ -28,22 +28,22 @@ def check_address(address, is_safe):
     """Refuse to listen where strangers could connect.
 
     Args:
-      is_safe: they would be refused (TLS or a token), or are welcome.
+      is_safe: strangers are refused (by TLS or a token), or --insecure was given.
 
     Raises:
-      RuntimeError: says what to do.
+      RuntimeError: the message says what to do.
     """
     if not is_safe and not is_local(address):
         raise RuntimeError(
-            f"cannot serve on {address}: other machines may reach it, and nobody would be asked "
-            "who they are. Give --tls_cert, --tls_key and --tls_ca; or, on a network that you "
+            f"cannot serve on {address}: other machines may reach it, and anybody there could "
+            "connect. Give --tls_cert, --tls_key and --tls_ca; or, on a network that you "
             "trust, --auth_token_file; or --insecure, if all who can reach it may use it. (Of "
             "libtorchbeast.Server: tls, auth_token, insecure.)"
         )
 
 
 def check_credentials(tls, auth_token):
-    """Refuse what can be no credentials: ValueError."""
+    """Raise ValueError for values that cannot be credentials."""
     if tls is not None and not (
         len(tls) == 3 and all(isinstance(t, (str, bytes)) and t for t in tls)
     ):
@@ -54,28 +54,55 @@ def check_credentials(tls, auth_token):
         raise ValueError("auth_token should be printable ASCII without spaces")
 
 
-class Doorkeeper:
-    """Compares tokens, and tells of those who have another one, but not of each."""
+class TokenCheck:
+    """Compares tokens, and logs refused streams, but not each of them."""
 
     def __init__(self, auth_token):
         self._auth_token = auth_token
-        self._num_refused = 0  # of whom nothing was told yet; threads may miscount a little
-        self._told = -TELL_INTERVAL
+        self._throttle = Throttle()
 
     def refuse(self, metadata, peer, address):
-        """Return a text for a client that is not to come in; None for others."""
+        """Return why a client is refused; None where it is not."""
         token = metadata.get("auth-token")
         if self._auth_token is None or (
             # In constant time, since time tells how much of a guess was right.
             token is not None and hmac.compare_digest(token.encode(), self._auth_token.encode())
         ):
             return None
-        self._num_refused += 1
-        if time.monotonic() >= self._told + TELL_INTERVAL:
+        if count := self._throttle.count():
             logging.warning(
-                "%s: refused %d stream(s) without this server's token, most recently of %s",
-                *(address, self._num_refused, peer),
+                "%s: refused %d stream(s) without this server's token, most recently from %s",
+                *(address, count, peer),
             )
-            self._num_refused, self._told = 0, time.monotonic()
         problem = "learner has none" if token is None else "learner has another one"
         return f"this server asks for a token, but the {problem}: give both one --auth_token_file"
+
+
+class Throttle:
+    """Counts events that strangers can cause, of which the log must not have each."""
+
+    def __init__(self):
+        self._num_events = 0  # since the last log line; threads may miscount a little
+        self._next_time = 0.0
+
+    def count(self):
+        """Count one more event. Return the number since the last log line; 0: log none now."""
+        self._num_events += 1
+        if time.monotonic() < self._next_time:
+            return 0
+        num_events, self._num_events = self._num_events, 0
+        self._next_time = time.monotonic() + LOG_INTERVAL
+        return num_events
+
+
+class LogThrottle:
+    """A filter of a logger: shortens its records and drops most of them."""
+
+    def __init__(self):
+        self._throttle = Throttle()
+
+    def __call__(self, record):
+        count = self._throttle.count()
+        text = f"{record.levelname} of gRPC, {count} of this kind: {record.getMessage():.200}"
+        record.msg, record.args, record.exc_info, record.exc_text = text, (), None, None
+        return bool(count)

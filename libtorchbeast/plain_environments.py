@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of which nothing is known, as forks write them, stepped as one batch."""
+"""Environments without known spaces, as forks write them, stepped as one batch.
+
+Environments of beast/environments.py have Gymnasium's API and spaces, against which all is checked.
+"""
 
 import inspect
 
 import numpy as np
 
-from libtorchbeast.wire import FIELDS
+from libtorchbeast.rows import MAX_REWARD, Rows, draw_seeds, write_observation
 
 
 class PlainEnvironments:
-    """N environments, of which nothing is known, as one batch: see environment.Environments.
+    """N environments as one batch, whose rows rows.py describes.
 
-    They may follow the old Gym API (`reset` returns the observation, `step` four values) or
-    Gymnasium's, and need no spaces. The first observation says what all others look like.
+    They may have the old Gym API (`reset` returns the observation, `step` four values) or
+    Gymnasium's, and need no spaces. All observations must be like the first one.
 
     Args:
       env_class: called N times without arguments.
@@ -29,16 +32,8 @@ class PlainEnvironments:
 
     def __init__(self, env_class, num_envs, seed):
         self.num_envs = num_envs
-        self._seeds = [None] * num_envs
-        if seed is not None:
-            state = np.random.SeedSequence(seed).generate_state(num_envs)
-            self._seeds = [int(s) for s in state // 2]
-        self._row = {key: np.zeros(num_envs, dtype) for key, (_, dtype) in FIELDS.items()}
-        # Kept in double precision, in which sums of float32 rewards stay exact for long.
-        self._returns = {"episode": [0.0] * num_envs, "game": [0.0] * num_envs}
-        self._steps = {"episode": [0] * num_envs, "game": [0] * num_envs}
-        self._truncated = [False] * num_envs  # the last row showed the end of a cut episode
-        self._game_over = [False] * num_envs
+        self._seeds = [None] * num_envs if seed is None else draw_seeds(seed, num_envs)
+        self._rows = Rows(num_envs)
         self._envs = []
         try:
             for _ in range(num_envs):
@@ -48,16 +43,20 @@ class PlainEnvironments:
             raise
 
     def initial(self):
+        self._rows.restart()
         for i, seed in enumerate(self._seeds):
             self._reset(i, seed)
-        self._row["game_done"][:] = True
-        return self._row
+        return self._rows.row
 
     def step(self, actions):
         """Take a nest of arrays [N, ...], of which each environment gets its entries as arrays."""
         for i in range(self.num_envs):
-            self._step(i, actions)
-        return self._row
+            if self._rows.at_end[i]:
+                self._rows.begin(i)
+                self._reset(i)
+            else:
+                self._step(i, actions)
+        return self._rows.row
 
     def close(self):
         for env in self._envs:
@@ -66,15 +65,6 @@ class PlainEnvironments:
         self._envs = []
 
     def _step(self, i, actions):
-        row = self._row
-        if self._truncated[i]:  # the extra row is over; this one begins the next episode
-            self._truncated[i] = row["truncated"][i] = False
-            row["reward"][i] = 0.0
-            row["game_done"][i] = self._game_over[i]
-            self._write_totals(i)
-            self._reset(i)
-            return
-
         result = self._envs[i].step(_column(actions, i))
         if not isinstance(result, (tuple, list)) or len(result) not in (4, 5):
             raise ValueError(f"step() should return 4 or 5 values, but returned {result!r:.1000}")
@@ -86,49 +76,27 @@ class PlainEnvironments:
         if not self.truncated_rows:
             terminated, truncated = terminated or truncated, False
         reward = float(np.asarray(reward).item())
-        if not abs(reward) <= np.finfo(np.float32).max:
+        if not abs(reward) <= MAX_REWARD:
             raise ValueError(f"the reward is {reward}; it must be finite, as a float32")
-
-        for what in ("episode", "game"):
-            self._returns[what][i] += reward
-            self._steps[what][i] += 1
-        over = (terminated or truncated) and bool(info.get("game_over", True))
-        self._game_over[i] = over
-        self._truncated[i] = truncated and not terminated
-        row["reward"][i] = reward
-        row["done"][i] = terminated
-        row["truncated"][i] = self._truncated[i]
-        row["game_done"][i] = over and terminated
         if isinstance(actions, np.ndarray) and actions.ndim == 1 and actions.dtype.kind in "iu":
-            row["last_action"][i] = actions[i].astype(np.int64)
-        self._write_totals(i)
-        if terminated:
+            self._rows.row["last_action"][i] = actions[i].astype(np.int64)
+        if self._rows.step(i, reward, terminated, truncated, bool(info.get("game_over", True))):
             self._reset(i)
         else:
             self._write_frame(i, observation)
 
     def _reset(self, i, seed=None):
-        """Begin an episode: write its first observation, and its totals from nought."""
         env = self._envs[i]
         result = env.reset() if seed is None or not _takes_seed(env) else env.reset(seed=seed)
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
             result, _ = result  # Gymnasium's API
-        self._row["done"][i] = True
-        self._returns["episode"][i], self._steps["episode"][i] = 0.0, 0
-        if self._game_over[i]:
-            self._game_over[i] = False
-            self._returns["game"][i], self._steps["game"][i] = 0.0, 0
         self._write_frame(i, result)
 
-    def _write_totals(self, i):
-        for what in ("episode", "game"):
-            self._row[f"{what}_return"][i] = self._returns[what][i]
-            self._row[f"{what}_step"][i] = self._steps[what][i]
-
     def _write_frame(self, i, observation):
-        if "frame" not in self._row:
-            self._row["frame"] = _zeros_like(observation, self.num_envs)
-        _write(self._row["frame"], i, observation)
+        row = self._rows.row
+        if "frame" not in row:
+            row["frame"] = _zeros_like(observation, self.num_envs)
+        write_observation(row["frame"], i, observation, "as at first")
 
 
 def _column(nest, i):
@@ -157,27 +125,3 @@ def _zeros_like(observation, num_envs):
         return tuple(_zeros_like(item, num_envs) for item in observation)
     array = np.asarray(observation)
     return np.zeros((num_envs, *array.shape), array.dtype.newbyteorder("="))
-
-
-def _write(target, i, observation, path="observation"):
-    """Write an observation into the arrays' entries i; it must be as the first one was."""
-    if isinstance(target, dict):
-        if not isinstance(observation, dict) or observation.keys() != target.keys():
-            raise ValueError(f"{path} should be a dict with the keys {list(target)}, as at first")
-        for key, item in target.items():
-            _write(item, i, observation[key], f"{path}[{key!r}]")
-    elif isinstance(target, tuple):
-        if not isinstance(observation, (tuple, list)) or len(observation) != len(target):
-            raise ValueError(f"{path} should be a tuple of {len(target)}, as it was at first")
-        for k, item in enumerate(target):
-            _write(item, i, observation[k], f"{path}[{k}]")
-    else:
-        array = np.asarray(observation)
-        if array.dtype.newbyteorder("=") != target.dtype or array.shape != target.shape[1:]:
-            raise ValueError(
-                f"{path} is {array.dtype}{list(array.shape)}, "
-                f"but was {target.dtype}{list(target.shape[1:])} at first"
-            )
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise ValueError(f"{path} holds numbers that are not finite")
-        target[i] = array

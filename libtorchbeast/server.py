@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve environments over gRPC; rpcenv.proto says what is spoken.
+"""Serve environments over gRPC, by the protocol in rpcenv.proto.
 
     Server(MyEnv, "0.0.0.0:50051", auth_token=TOKEN).run()
 
@@ -9,8 +9,10 @@ Needs numpy, grpcio and protobuf: no gymnasium, and nothing that is compiled her
 import contextlib
 import errno
 import logging
+import os
 import re
 import socket
+import stat
 import threading
 import time
 import traceback
@@ -22,10 +24,10 @@ from libtorchbeast import MAX_STREAMS, access, rpcenv_pb2, wire
 from libtorchbeast.plain_environments import PlainEnvironments
 
 PROTOCOL_VERSION = 1
-# In all streams of a server: as many as one may ask for, and as many again for its return, before
-# it is noticed that it was lost.
+# In all streams of a server: as many as one stream may ask for, and as many again for when it comes
+# back before the server has noticed that it was lost.
 MAX_ENVS = 2 * wire.MAX_ENVS
-MAX_CONNECTIONS = 128  # of which strangers may hold some, for a while
+MAX_CONNECTIONS = 128  # strangers may hold some of them for a while
 GRACE = 2  # seconds in which streams end by themselves
 
 _OPTIONS = (
@@ -34,14 +36,14 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_ACTION_BYTES),
     # That is the limit of what arrives; decompressed, it might be a thousand times as much.
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none
-    # A stranger who says nothing, or has nothing to say, holds a connection for some seconds.
+    # Clients that send nothing, or open no stream, hold a connection for some seconds.
     ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.max_connection_idle_ms", 20_000),  # without a stream
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_concurrent_streams", 2 * MAX_STREAMS),  # a connection
     ("grpc.max_metadata_size", wire.MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", wire.MAX_METADATA_BYTES),
-    # A client that was unplugged says nothing: ask it. And let it ask us.
+    # An unplugged client sends nothing: ping it. And let it ping us.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -54,6 +56,10 @@ _OPTIONS = (
 )
 
 
+# gRPC logs a traceback for each header that is not UTF-8, before any token is checked.
+logging.getLogger("grpc._cython.cygrpc").addFilter(access.LogThrottle())
+
+
 class Server:
     """Serves environments, fresh ones to each stream, to several streams at once.
 
@@ -62,15 +68,17 @@ class Server:
         Gymnasium's. Its observations may be any nest of arrays, and it need not have spaces.
       server_address: host:port or unix:/path.
       make_environments: instead of `env_class`: called with N (or None: as you like), a list of
-        ints as seed (or None) and a name for error messages; returns an environment.Environments or
+        ints as seed (or None) and a name for error messages; returns environments.Environments or
         something alike.
+      env: the name of what is played. Learners refuse servers with different names; servers
+        without a name are accepted.
       busy_since: an array of MAX_STREAMS floats, for others to read: time.monotonic() of when each
-        stream's environments began to do what they are doing; 0 where they have nothing to do.
+        stream's environments began to do what they are doing; 0 where they wait for actions.
       tls: PEM texts of the authority that signed the learners' certificates, of the server's own
-        certificate and of its key. Others than learners with such certificates are refused.
-      auth_token: those who do not send this text are refused.
+        certificate and of its key. Clients without such a certificate are refused.
+      auth_token: clients that do not send this text are refused.
       insecure: serve whoever can reach the address. Without it, and without `tls` or `auth_token`,
-        only addresses of this machine are served on.
+        only addresses of this machine are allowed.
     """
 
     def __init__(
@@ -79,6 +87,7 @@ class Server:
         server_address="unix:/tmp/polybeast",
         *,
         make_environments=None,
+        env="",
         busy_since=None,
         tls=None,
         auth_token=None,
@@ -88,6 +97,7 @@ class Server:
         access.check_credentials(tls, auth_token)
         self._tls = tls
         self._is_safe = insecure or bool(tls or auth_token)
+        self._env = env
         self._plain = make_environments is None
         if self._plain and not callable(env_class):
             raise ValueError(
@@ -97,7 +107,7 @@ class Server:
             lambda num_envs, seed, _: PlainEnvironments(env_class, num_envs or 1, seed)
         )
         self._condition = threading.Condition()  # guards what follows
-        self._doorkeeper = access.Doorkeeper(auth_token)
+        self._token_check = access.TokenCheck(auth_token)
         self._thread = None  # the one that runs us
         self._busy_since = [0.0] * MAX_STREAMS if busy_since is None else busy_since
         self._free_slots = list(range(MAX_STREAMS))  # entries of busy_since
@@ -115,8 +125,8 @@ class Server:
             if self._thread is not None:
                 raise RuntimeError("this server has been run before; make another one")
             self._thread = threading.get_ident()
-        handler = grpc.stream_stream_rpc_method_handler(self._serve_stream)  # of bytes
-        # Ours is the limit that counts; this one is there in case that calls come in faster.
+        handler = grpc.stream_stream_rpc_method_handler(self._run_stream)  # of bytes
+        # A backstop, in case that calls come in faster than _take_slot counts them.
         server = grpc.server(_Threads(), options=_OPTIONS, maximum_concurrent_rpcs=2 * MAX_STREAMS)
         server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler("rpcenv.RPCEnvServer", {"StreamingEnv": handler})]
@@ -142,45 +152,34 @@ class Server:
         if threading.get_ident() != self._thread:  # else we are in a handler of a signal
             self._stopped.wait()
 
-    def _serve_stream(self, requests, context):
+    def _run_stream(self, requests, context):
         """Yield a serialized Step for the beginning and for each of the serialized Actions."""
         metadata = dict(context.invocation_metadata())
-        refusal = self._doorkeeper.refuse(metadata, context.peer(), self._address)
+        refusal = self._token_check.refuse(metadata, context.peer(), self._address)
         if refusal is not None:  # before anything is made
             context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
         try:
-            num_envs, seed, newest_frame_only, truncated_rows = wire.read_wishes(metadata)
+            options = wire.read_stream_options(metadata)
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        counted_envs = num_envs or 0  # else it is our own number, known once they are made
-        with self._condition:
-            slot = full = None
-            if not self._free_slots:
-                full = f"serves {MAX_STREAMS} streams already, and no more at once"
-            elif self._num_envs + counted_envs > MAX_ENVS:
-                full = f"has {self._num_envs} environments, and with {num_envs} more would have "
-                full += f"more than {MAX_ENVS}: ask for fewer (--envs_per_stream)"
-            else:
-                slot = self._free_slots.pop()
-                self._num_envs += counted_envs
-        if full:
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._address} {full}")
+        slot = self._take_slot(options.num_envs or 0, context)
+        counted_envs = options.num_envs or 0  # else it is our own number, known once they are made
         name = f"{self._address} for {context.peer()}"
         environments = None
         try:
             try:
                 self._busy_since[slot] = time.monotonic()
-                environments = self._make_environments(num_envs, seed, name)
-                if num_envs is None:
+                environments = self._make_environments(options.num_envs, options.seed, name)
+                with self._condition:
+                    self._num_envs += environments.num_envs - counted_envs
                     counted_envs = environments.num_envs
-                    with self._condition:
-                        self._num_envs += counted_envs
                 if self._plain:
-                    environments.truncated_rows = truncated_rows
-                encoder = wire.RowEncoder(environments, newest_frame_only)
+                    environments.truncated_rows = options.truncated_rows
+                encoder = wire.RowEncoder(environments, options.newest_frame_only)
                 row = environments.initial()
-                step = encoder.encode_first(row, PROTOCOL_VERSION)
+                step = encoder.encode_first(row, PROTOCOL_VERSION, self._env)
                 likeness = None if self._plain else row["last_action"]
+                decoder = wire.ActionDecoder(environments.num_envs, likeness)
             except BaseException:  # SystemExit, too, would leave the client waiting
                 self._busy_since[slot] = 0.0  # the client may be slow to read
                 yield _failure(name)
@@ -189,7 +188,10 @@ class Server:
             yield step
             for request in requests:
                 try:
-                    actions = wire.decode_actions(request, environments.num_envs, likeness)
+                    actions = decoder.decode(request)
+                except wire.Refusal as error:
+                    logging.warning("%s: the learner refused these environments: %s", name, error)
+                    return
                 except ValueError as error:
                     context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
                 try:
@@ -212,6 +214,19 @@ class Server:
                 self._free_slots.append(slot)
                 self._num_envs -= counted_envs
                 self._condition.notify_all()
+
+    def _take_slot(self, num_envs, context):
+        """Return a stream's entry of busy_since; end the stream where the server is full."""
+        with self._condition:
+            if not self._free_slots:
+                problem = f"serves {MAX_STREAMS} streams already, and no more at once"
+            elif self._num_envs + num_envs > MAX_ENVS:
+                problem = f"has {self._num_envs} environments, and with {num_envs} more would have "
+                problem += f"more than {MAX_ENVS}: ask for fewer (--envs_per_stream)"
+            else:
+                self._num_envs += num_envs
+                return self._free_slots.pop()
+        context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._address} {problem}")
 
 
 class _Threads(futures.Executor):
@@ -240,16 +255,13 @@ def _bind(server, address, is_safe, tls):
     if not (unix or (tcp and int(tcp[3]) < 2**16)):
         raise RuntimeError(f"cannot serve on {address!r}: it should be host:port or unix:/path")
     access.check_address(address, is_safe)
-    if unix:
-        # gRPC would take the file away from another server, which would not even notice.
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-            probe.connect(unix[1])
-            raise RuntimeError(
-                f"cannot serve on {address}: another server listens there; end it, or choose "
-                "another address"
-            )
-    try:
-        if tls is None:
+    # Before gRPC is asked, whose raw log line would come before our message.
+    problem = _unix_problem(unix[1]) if unix else _tcp_problem(tcp[1] or tcp[2], int(tcp[3]))
+    port = 0
+    with contextlib.suppress(RuntimeError):
+        if problem:
+            pass
+        elif tls is None:
             port = server.add_insecure_port(address)
         else:
             ca, certificate, key = (t if isinstance(t, bytes) else t.encode() for t in tls)
@@ -257,39 +269,54 @@ def _bind(server, address, is_safe, tls):
                 [(key, certificate)], ca, require_client_auth=True
             )
             port = server.add_secure_port(address, credentials)
-    except RuntimeError:
-        port = 0
     if port == 0:
-        reason = _bind_error(unix and unix[1], tcp and (tcp[1] or tcp[2], int(tcp[3])))
-        raise RuntimeError(f"cannot serve on {address}: {reason}")
+        problem = problem or "gRPC cannot bind to it, or not with that certificate and key"
+        raise RuntimeError(f"cannot serve on {address}: {problem}")
     return address if unix else f"{address.rpartition(':')[0]}:{port}"
 
 
-def _bind_error(path, host_and_port):
-    """Return the reason why one cannot listen there, which gRPC tells to its log only."""
+def _unix_problem(path):
+    """Return why one cannot listen at a path; None where one can. Removes a dead server's socket.
+
+    gRPC would take the file away from another server, which would not even notice.
+    """
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+        probe.connect(path)
+        return "another server listens there; end it, or choose another address"
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)
     try:
-        if path:
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.bind(path)
-        else:
-            for family, kind, *_, where in socket.getaddrinfo(
-                *host_and_port, type=socket.SOCK_STREAM
-            ):
-                with socket.socket(family, kind) as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind(where)
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(path)
+        os.unlink(path)
     except OSError as error:
         reason = error.strerror or error
-        if error.errno != errno.EADDRINUSE:
-            return reason
-        if path:  # a socket that nobody listens at would have been no hindrance
-            return f"{reason}, by a file; choose another path"
-        return f"{reason}, by another program; end it, or choose another port"
-    return "gRPC cannot bind to it, or not with that certificate and key"
+        in_use = error.errno == errno.EADDRINUSE
+        return f"{reason}, by a file; choose another path" if in_use else reason
+
+
+def _tcp_problem(host, port):
+    """Return why one cannot listen at a port; None where one can at an address of the host."""
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return error.strerror or error
+    for family, kind, *_, where in infos:
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+            return None
+        except OSError as error:
+            problem = error.strerror or error
+            if error.errno == errno.EADDRINUSE:
+                problem = f"{problem}, by another program; end it, or choose another port"
+    return problem
 
 
 def _failure(name):
-    """Log the exception that is being handled; return a serialized Step that tells of it."""
+    """Log the exception that is being handled; return a serialized Step that reports it."""
     logging.exception("%s: the environments failed; the stream ends", name)
     text = traceback.format_exc().encode(errors="replace").decode()
     return rpcenv_pb2.Step(error=text).SerializeToString()

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of rpcenv.proto from and to nests of numpy arrays: the server's side.
+"""Messages of rpcenv.proto from and to nests of NumPy arrays: the server's side.
 
-What comes from a client is checked: ValueError says what is wrong with it.
+All that comes from a client is checked; ValueError says what is wrong with it.
 """
 
 import functools
 import math
 import re
+from typing import NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from libtorchbeast import MAX_ENVS, rpcenv_pb2
+from libtorchbeast import MAX_ENVS, rows, rpcenv_pb2
 
 MAX_MESSAGE_BYTES = 256 * 2**20  # of a Step
 MAX_ACTION_BYTES = 4 * 2**20  # of an Action: with 4,096 environments, 1,024 each
@@ -20,56 +21,59 @@ MAX_NEST_DEPTH = 32
 MAX_NEST_ITEMS = 1000  # in all, since an empty one is 2 bytes in a message, but 200 here
 
 _DTYPES = [np.dtype(name.lower()) for name in rpcenv_pb2.DType.keys()]
-FIELDS = {  # of a Step: number, dtype
-    "reward": (3, np.float32),
-    "done": (4, np.bool_),
-    "truncated": (5, np.bool_),
-    "terminated": (6, np.bool_),
-    "episode_return": (7, np.float32),
-    "episode_step": (8, np.int32),
-    "game_done": (9, np.bool_),
-    "game_return": (10, np.float32),
-    "game_step": (11, np.int32),
-    "last_action": (12, np.int64),
-}
+_STEP_FIELDS = rpcenv_pb2.Step.DESCRIPTOR.fields_by_name
+FIELDS = {key: (_STEP_FIELDS[key].number, dtype) for key, dtype in rows.DTYPES.items()}
 # Numbers of a Step's other fields.
 _HANDSHAKE, _OBSERVATION, _IS_FULL, _FULL, _LAST_ACTION_ARRAY = 1, 2, 13, 14, 16
 
 
-def read_wishes(metadata):
-    """Return num_envs (or None), seed (or None), newest_frame_only and truncated_rows."""
+class StreamOptions(NamedTuple):
+    """What a learner asks of a stream, in its metadata."""
 
-    def wish(name, pattern, what, default=None):
+    num_envs: int | None  # N; None: as the server likes
+    seed: list[int] | None
+    newest_frame_only: bool
+    truncated_rows: bool
+
+
+def read_stream_options(metadata):
+    """Return the StreamOptions in a dict of metadata. Raises ValueError."""
+
+    def read(name, pattern, what, default=None):
         text = metadata.get(name, default)
         if text is not None and not re.fullmatch(pattern, text):
             raise ValueError(f"{name} is {text[:100]!r}; it should be {what}")
         return text
 
-    num_envs = wish("num-envs", "[0-9]{1,9}", f"a number from 1 to {MAX_ENVS}")
+    num_envs = read("num-envs", "[0-9]{1,9}", f"a number from 1 to {MAX_ENVS}")
     if num_envs is not None and not 1 <= int(num_envs) <= MAX_ENVS:
         raise ValueError(f"num-envs is {num_envs}; it should be from 1 to {MAX_ENVS}")
-    seed = wish("seed", "[0-9]{1,20}(,[0-9]{1,20}){,31}", "up to 32 numbers separated by commas")
-    newest_frame_only = wish("newest-frame-only", "[01]", "0 or 1", "0")
-    truncated_rows = wish("truncated-rows", "[01]", "0 or 1", "0")
-    return (
+    seed = read("seed", "[0-9]{1,20}(,[0-9]{1,20}){,31}", "up to 32 numbers separated by commas")
+    return StreamOptions(
         num_envs and int(num_envs),
         seed and [int(number) for number in seed.split(",")],
-        newest_frame_only == "1",
-        truncated_rows == "1",
+        read("newest-frame-only", "[01]", "0 or 1", "0") == "1",
+        read("truncated-rows", "[01]", "0 or 1", "0") == "1",
     )
 
 
+class Refusal(Exception):
+    """The learner does not use the environments; the message says why."""
+
+
 def decode_actions(request, num_envs, likeness):
-    """Return the nest of arrays [N, ...] in a serialized Action.
+    """Return the nest of arrays [N, ...] in a serialized Action. Raises ValueError and Refusal.
 
     Args:
-      likeness: an array, which the action is to be like: an array of its shape, of integers or of
-        floats as it is. None: it may be any nest.
+      likeness: an array: the action must be one, too, of its shape, and of integers or floats as
+        it is. None: the action may be any nest.
     """
     try:
         action = rpcenv_pb2.Action.FromString(request)
     except DecodeError as error:
         raise ValueError(f"the message is not an Action: {error}") from None
+    if action.refusal:
+        raise Refusal(f"{action.refusal:.500}")
     if not action.HasField("action"):
         raise ValueError("the message has no action")
     actions = _decode_nest(action.action, num_envs, MAX_NEST_DEPTH, [MAX_NEST_ITEMS])
@@ -83,6 +87,27 @@ def decode_actions(request, num_envs, likeness):
                 f"but is {actions.dtype}{list(actions.shape)}"
             )
     return actions
+
+
+class ActionDecoder:
+    """Decodes a stream's Actions as decode_actions does; one that is like the last one is fast."""
+
+    def __init__(self, num_envs, likeness):
+        self._num_envs, self._likeness = num_envs, likeness
+        self._last = None  # the last action, if it was an array
+        self._head = b""  # of its message: all that stands before the data
+
+    def decode(self, request):
+        last, head = self._last, self._head
+        if last is not None and len(request) == len(head) + last.nbytes:
+            if request.startswith(head):
+                return np.ndarray(last.shape, last.dtype, bytearray(request[len(head) :]))
+        actions = decode_actions(request, self._num_envs, self._likeness)
+        # The bytes of bools have to be checked each time.
+        if isinstance(actions, np.ndarray) and actions.nbytes and actions.dtype != np.bool_:
+            if request.endswith(actions.tobytes()):
+                self._last, self._head = actions, request[: -actions.nbytes]
+        return actions
 
 
 def _decode_nest(nest, num_envs, depth, items_left):
@@ -136,8 +161,12 @@ class RowEncoder:
         self._spaces = environments.spaces
         self._stack_size = environments.stack_size if newest_frame_only else 0
 
-    def encode_first(self, row, protocol_version):
-        """Return the very first row as a serialized Step with the handshake."""
+    def encode_first(self, row, protocol_version, env=""):
+        """Return the very first row as a serialized Step with the handshake.
+
+        Args:
+          env: the name of what is played; empty where it has none.
+        """
         frame, K = row["frame"], self._stack_size
         if not (isinstance(frame, np.ndarray) and frame.ndim > 1 and frame.size > 0):
             self._stack_size = 0
@@ -150,6 +179,7 @@ class RowEncoder:
             num_envs=self._num_envs,
             spaces=self._spaces,
             stack_size=self._stack_size,
+            env=env,
         ).SerializeToString()
         return self.encode(row, [_head(_HANDSHAKE, len(handshake)), handshake])
 

@@ -3,25 +3,20 @@
 
 import argparse
 import contextlib
-import multiprocessing
 import os
 
 import ale_py
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from ale_py.vector_env import AtariVectorEnv
-from deadline import DEADLINE, Thread
-from program import TESTS, column, load, read_rows, run
+from program import ROOT, column, load, read_rows, run
 from stream import Stream, serving
 
 import atari_wrappers
-import libtorchbeast
-import monobeast
-import polybeast_env
-from ale_vector import AtariEnvironments
-from environment import EnvError, Environments, map_nest
+from beast.ale_vector import AtariEnvironments
+from beast.environments import Environments, map_nest
+from beast.errors import EnvError
 
 ANY_PORT = "127.0.0.1:0"
 NONE = 10**9  # no time limit
@@ -34,7 +29,6 @@ for name, game, limit in (("Breakout", "breakout", 100), ("Invaders", "space_inv
     kwargs = {"game": game, "repeat_action_probability": 0.0, "max_num_frames_per_episode": limit}
     gym.register(f"Short{name}-v0", "ale_py.env:AtariEnv", kwargs=kwargs)
 gym.register("Hard-v0", "ale_py.env:AtariEnv", kwargs={"game": "pong", "difficulty": 1})
-gym.register("Limited-v0", "ale_py.env:AtariEnv", kwargs={"game": "pong"}, max_episode_steps=9)
 
 
 def make_flags(words):
@@ -65,10 +59,6 @@ def play(words, num_steps, num_envs=1, seed=1, num_actions=None):
         random = np.random.default_rng(0)
         actions = random.integers(num_actions or envs.num_actions, size=(num_steps, num_envs))
         return rows_of(envs, actions)
-
-
-def values(rows, key, i=0):
-    return [row[key][i].item() for row in rows]
 
 
 def where(rows, key, i=0):
@@ -166,16 +156,6 @@ def test_rows_are_those_of_a_plain_loop(words):
 # ----------------------------------------------------------------------------------- rows by hand
 
 
-def test_first_row_begins_an_episode_and_a_game_also_the_second_time():
-    with environments("ShortBreakout-v0", 2) as envs:
-        for _ in range(2):
-            rows = rows_of(envs, np.ones((30, 2), np.int64))
-            assert rows[0]["done"].all() and rows[0]["game_done"].all()
-            for key in set(KEYS) - {"frame", "done", "game_done"}:
-                assert not rows[0][key].any(), key
-            assert sum(row["truncated"].sum() for row in rows) == 2
-
-
 def test_a_lost_life_takes_an_extra_row_and_the_game_goes_on():
     # FIRE serves the ball; without another action a life lasts 24 steps, and the game five lives.
     rows = play("BreakoutNoFrameskip-v4 --noop_max 0", 130, num_actions=1)
@@ -186,28 +166,6 @@ def test_a_lost_life_takes_an_extra_row_and_the_game_goes_on():
     assert [rows[t]["episode_step"][0] for t in (23, 24, 25, 26, 49, 50)] == [23, 24, 24, 1, 24, 24]
     assert [rows[t]["game_step"][0] for t in (24, 25, 26, 49, 50, 51)] == [24, 24, 25, 48, 48, 49]
     assert [rows[t]["game_step"][0] for t in (124, 125, 126)] == [120, 120, 1]
-
-
-def test_rewards_are_raw_and_final_totals_stand_where_an_episode_ended():
-    rows = play("QbertNoFrameskip-v4 --frame_skip 8", 350)
-    assert 25 in values(rows, "reward") and set(values(rows, "reward")) <= {0, 25, 50, 300, 500}
-    episode = game = episode_step = game_step = 0
-    for t, row in enumerate(rows[1:], start=1):
-        extra = rows[t - 1]["terminated"][0]
-        assert row["done"][0] == extra
-        if extra:
-            assert row["reward"][0] == 0
-            assert row["last_action"][0] == rows[t - 1]["last_action"][0]
-        else:
-            episode, game = episode + row["reward"][0], game + row["reward"][0]
-            episode_step, game_step = episode_step + 1, game_step + 1
-        totals = [row[k][0] for k in ("episode_return", "episode_step", "game_return", "game_step")]
-        assert totals == [episode, episode_step, game, game_step]
-        if row["done"][0]:
-            episode = episode_step = 0
-        if row["game_done"][0]:
-            game = game_step = 0
-    assert len(where(rows, "done")) > len(where(rows, "game_done")) > 1
 
 
 def test_a_time_limit_takes_an_extra_row_with_the_true_last_observation():
@@ -231,15 +189,6 @@ def test_a_time_limit_takes_an_extra_row_with_the_true_last_observation():
     assert rows[51]["reward"] == there["reward"]
     assert rows[52]["reward"][0] == 0
     assert [rows[t]["episode_step"][0] for t in (51, 52, 53)] == [51, 51, 1]
-
-
-def test_a_game_that_ends_between_two_lives_takes_one_more_row():
-    rows = play("ShortBreakout-v0 --noop_max 0", 60, num_actions=1)
-    assert where(rows, "terminated")[0] == 24  # a life, after 97 frames
-    assert where(rows, "truncated")[0] == 25  # the game, after 101
-    assert where(rows, "done")[1] == where(rows, "game_done")[1] == 26
-    assert [rows[t]["game_step"][0] for t in (24, 25, 26, 27)] == [24, 24, 24, 1]
-    assert [rows[t]["reward"][0] for t in (25, 26)] == [0, 0]
 
 
 def test_a_game_that_shows_no_lives_before_it_ends_does_not_end_twice(monkeypatch):
@@ -315,16 +264,6 @@ def test_action_out_of_range_is_an_error_that_names_the_environment(action):
         assert str(error.value) == message + f"the action is {action}; it must be from 0 to 3"
 
 
-def test_the_action_given_in_an_extra_row_is_ignored():
-    def tail(action):
-        with environments("BreakoutNoFrameskip-v4 --noop_max 0") as envs:
-            actions = np.zeros((60, 1), np.int64)
-            actions[24] = action
-            return rows_of(envs, actions)
-
-    assert_rows_equal(tail(-7), tail(2))
-
-
 def test_seeds_reach_every_environment_and_differ():
     first, again, other = (
         play("PongNoFrameskip-v4 --sticky_actions 0.5", 30, 2, seed) for seed in ([1, 2], [1, 2], 3)
@@ -335,20 +274,6 @@ def test_seeds_reach_every_environment_and_differ():
     with environments("PongNoFrameskip-v4", 2, [1, 2]) as envs:
         wrapped = Environments(lambda: gym.make("CartPole-v1"), 2, [1, 2])
         assert envs.seeds == wrapped.seeds
-
-
-def test_rows_are_the_same_arrays_each_time_and_of_the_types_of_a_rollout():
-    with environments("PongNoFrameskip-v4", 2) as envs:
-        row = envs.initial()
-        arrays = dict(row)
-        for dtype in (np.int32, np.uint8, np.uint64):
-            assert envs.step(np.array([1, 2], dtype)) is row is envs.row
-        assert all(row[key] is array for key, array in arrays.items())
-    wrapped = Environments(lambda: gym.make("CartPole-v1"), 2, 0).row
-    assert {k: (a.dtype, len(a)) for k, a in row.items() if k != "frame"} == {
-        k: (a.dtype, len(a)) for k, a in wrapped.items() if k != "frame"
-    }
-    assert row["frame"].dtype == np.uint8 and row["frame"].shape == (2, 4, 84, 84)
 
 
 def test_close_ends_the_threads():
@@ -367,9 +292,7 @@ def test_close_ends_the_threads():
 @pytest.mark.parametrize(
     ("words", "message"),
     [("CartPole-v1", "CartPole-v1 is not a game of ale-py"),
-     ("Pongg-v4", "there is no environment 'Pongg-v4'"),
      ("Hard-v0", "registered with difficulty, which --env_backend ale_vector cannot do"),
-     ("Limited-v0", "registered with max_episode_steps, which"),
      ("PongNoFrameskip-v4 --sticky_actions 1.5", "a probability from 0 to 1, not 1.5"),
      ("PongNoFrameskip-v4 --noop_max -1", "--noop_max is -1; it should be 0 or more"),
      ("PongNoFrameskip-v4 --frame_skip 0", "--frame_skip is 0; it should be 1 or more"),
@@ -384,175 +307,36 @@ def test_what_it_cannot_do_is_refused_by_name(words, message):
 # ------------------------------------------------------------------------------------ the programs
 
 
-def check_rollouts(rollouts, envs):
-    """Check rollouts, [T + 1, N, ...] each, against the rows that their actions lead to."""
-    row = envs.initial()
-    for k, rollout in enumerate(rollouts):
-        for t in range(len(rollout["done"])):
-            if t > 0:  # row 0 is the last row of the rollout before
-                row = envs.step(rollout["action"][t])
-            for key in KEYS:
-                np.testing.assert_array_equal(rollout[key][t], row[key], f"{key}, {k}, {t}")
-    ends = {key: sum(int(r[key][1:].sum()) for r in rollouts) for key in KEYS[2:5]}
-    assert ends["terminated"] > 0 and ends["truncated"] > 0 and ends["done"] > 0, ends
-
-
-def act(*args):
-    """Be an actor: a process that is to run this function imports this file, and its games."""
-    monobeast.act(*args)
-
-
-def monobeast_rollouts(num_rollouts, N, T):
-    """Yield what an actor process of MonoBeast writes to its buffers, and what it plays."""
-    words = f"--envs_per_actor {N} --unroll_length {T} --env_backend ale_vector --num_actors 1"
-    flags = monobeast.parser.parse_args(f"--env ShortBreakout-v0 {words}".split())
-    monobeast.check_flags(flags)
-    seed = [7, 1]
-    sample = monobeast.create_environments(flags, 1, 0, "sample")
-    # Not Net, which other tests replace in this process.
-    model = monobeast.AtariNet(sample.observation_space, sample.num_actions)
-    row = map_nest(lambda a: torch.from_numpy(a).unsqueeze(0), sample.initial())
-    buffers = monobeast.create_buffers(flags, row, *model(row, ()))
-    sample.close()
-    pipe, far_end = multiprocessing.Pipe()
-    weights = monobeast.PublishedWeights(model)
-    process = multiprocessing.get_context("forkserver").Process(
-        target=act,
-        args=(flags, 0, seed, far_end, buffers, weights, torch.zeros(1).share_memory_()),
-        daemon=True,
-    )
-    process.start()
-    far_end.close()
-
-    def receive():
-        assert pipe.poll(DEADLINE)
-        kind, content = pipe.recv()
-        assert kind == "full", content
-        return content
-
-    try:
-        assert receive() == []
-        rollouts = []
-        for _ in range(num_rollouts):
-            pipe.send(list(range(N)))
-            assert receive() == list(range(N))
-            rows = {key: b[:N].transpose(0, 1).numpy() for key, b in buffers["rows"].items()}
-            rollouts.append({key: array.copy() for key, array in rows.items()})
-    finally:
-        pipe.close()
-        process.join(DEADLINE)
-        process.kill()
-    return rollouts, monobeast.create_environments(flags, N, [*seed, 1], "again")
-
-
-def polybeast_rollouts(num_rollouts, N, T):
-    """Return what PolyBeast's actor pool makes of such an environment server, and what it plays."""
-    flags = polybeast_env.parser.parse_args(
-        f"--env ShortBreakout-v0 --env_backend ale_vector --envs_per_stream {N}".split()
-    )
-
-    def make_environments(num_envs, seed, name):
-        return polybeast_env.create_environments(flags, num_envs or N, seed, name)
-
-    batcher = libtorchbeast.DynamicBatcher()
-    queue = libtorchbeast.BatchingQueue(minimum_batch_size=N, maximum_batch_size=N)
-
-    def answer():
-        for batch in batcher:
-            row, state = batch.get_inputs()
-            batch.set_outputs(({"action": torch.randint(4, row["reward"].shape)}, state))
-
-    with serving(None, ANY_PORT, make_environments=make_environments) as address:
-        pool = libtorchbeast.ActorPool(
-            T, queue, batcher, [address], (), dict_outputs=True, num_envs=N, seeds=["7,1"],
-            newest_frame_only=True,
-        )  # fmt: skip
-        threads = [Thread(pool.run), Thread(answer)]
-        try:
-            rollouts = []
-            for _ in range(num_rollouts):
-                (row, output), _ = Thread(next, queue).result()
-                rollouts.append({k: v.numpy().copy() for k, v in (row | output).items()})
-        finally:
-            queue.close()
-            batcher.close()
-            for thread in threads:
-                thread.result()
-    # The seed of a stream that is connected for the first time: its own, and a nought.
-    return rollouts, lambda *seed: make_environments(N, [7, 1, *seed], "again")
-
-
-def test_monobeasts_actors_write_these_rows():
-    rollouts, envs = monobeast_rollouts(num_rollouts=4, N=3, T=20)
-    with contextlib.closing(envs):
-        check_rollouts(rollouts, envs)
-
-
-def test_polybeasts_actor_pool_makes_rollouts_of_these_rows():
-    rollouts, make_environments = polybeast_rollouts(num_rollouts=4, N=3, T=20)
-    with contextlib.closing(make_environments(0)) as envs:
-        check_rollouts(rollouts, envs)
-
-
-def test_newest_frames_make_the_same_stacks_to_the_last_bit():
+def test_rows_and_newest_frames_are_the_same_over_the_wire():
     words = "ShortBreakout-v0 --color --frame_size 64"
 
     def make_environments(num_envs, seed, name):
         return AtariEnvironments(make_flags(words), num_envs, seed, name)
 
     actions = np.random.default_rng(0).integers(4, size=(100, 2))
-    num_full = []
     with serving(None, ANY_PORT, make_environments=make_environments) as address:
         with Stream(address, num_envs=2, seed=1, newest_frame_only=1) as stream:
-            assert stream.handshake.stack_size == 4
-            rows = [stream.row]
-            for action in actions:
-                rows.append(stream.step(action))
-                num_full.append(stream.num_full)
+            rows = [stream.row] + [stream.step(action) for action in actions]
     with environments(words, 2, [1]) as envs:
         assert_rows_equal(rows, rows_of(envs, actions))
-    # Whole stacks cross the wire where a game begins, and only there.
-    assert num_full == [int(row["game_done"].sum()) for row in rows[1:]]
-    assert sum(num_full) > 2
+    for key in ("done", "truncated", "terminated"):
+        assert sum(row[key].sum() for row in rows[1:]) > 0, key
 
 
-BREAKOUT = "--env BreakoutNoFrameskip-v4 --env_backend ale_vector --total_steps 800"
-
-
-def check_run(savedir, status, output):
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [("monobeast.py", "--num_actors 1 --envs_per_actor 4"),
+     ("polybeast.py", "--model shallow --num_servers 1 --envs_per_stream 4")],
+)  # fmt: skip
+def test_a_program_trains_on_it(tmp_path, program, words):
+    env = "--env BreakoutNoFrameskip-v4 --env_backend ale_vector --total_steps 800"
+    words += " --batch_size 4 --disable_cuda --xpid run --savedir"
+    status, output = run(ROOT / program, env, words, tmp_path)
     assert status == 0, output
-    rows = read_rows(savedir / "run")
+    rows = read_rows(tmp_path / "run")
     assert int(rows[-1]["step"]) >= 800
-    assert "nan" not in (savedir / "run" / "logs.csv").read_text().lower()
     for key in ("mean_episode_return", "total_loss", "grad_norm"):
-        assert column(rows, key), key
-    checkpoint = load(savedir / "run" / "model.tar")
+        assert np.isfinite(column(rows, key)).all() and column(rows, key), key
+    checkpoint = load(tmp_path / "run" / "model.tar")
     assert checkpoint["flags"]["env_backend"] == "ale_vector"
     assert checkpoint["stats"]["episode_returns"]
-
-
-def test_monobeast_trains_on_it_and_plays_tests_with_the_wrappers(tmp_path):
-    script = TESTS.parent / "monobeast.py"
-    words = "--num_actors 1 --envs_per_actor 4 --batch_size 4 --disable_cuda"
-    status, output = run(script, BREAKOUT, words, "--xpid run --savedir", tmp_path)
-    check_run(tmp_path, status, output)
-    words = "--mode test --num_episodes 1 --noop_max 5 --xpid run --savedir"
-    status, output = run(script, words, tmp_path)
-    assert status == 0 and "1 game: mean return" in output, output
-
-
-def test_polybeast_trains_on_it(tmp_path):
-    words = "--model shallow --num_servers 1 --envs_per_stream 4 --batch_size 4 --disable_cuda"
-    script = TESTS.parent / "polybeast.py"
-    status, output = run(script, BREAKOUT, words, "--xpid run --savedir", tmp_path)
-    check_run(tmp_path, status, output)
-    assert "--env_backend=ale_vector" in output
-
-
-def test_programs_refuse_what_it_cannot_do_before_anything_starts(tmp_path):
-    words = f"--env CartPole-v1 --env_backend ale_vector --savedir {tmp_path}/runs"
-    with pytest.raises(EnvError, match="CartPole-v1 is not a game of ale-py"):
-        monobeast.main(words.split())
-    status, output = run(TESTS.parent / "polybeast.py", words)
-    assert status == 1 and "CartPole-v1 is not a game of ale-py" in output, output
-    assert "Traceback" not in output and not (tmp_path / "runs").exists()

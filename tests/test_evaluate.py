@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole games with a checkpoint: which are counted, what is told of them, and beside a training."""
+"""Whole games with a checkpoint: which are counted, how a result is described, and evaluations."""
 
-import argparse
 import importlib.util
 import json
 import logging
-import math
 import os
 import re
 import signal
 import sys
 import threading
-import time
 import types
 
 import catch
@@ -21,47 +18,36 @@ import numpy as np
 import pytest
 import torch
 from catch_env import Catch, Counter
-from program import TESTS, Program, column, last_step, read_rows, split_words, wait_until
+from program import HELPERS, ROOT, Program, column, last_step, read_rows, split_words, wait_until
 
-import atari_scores
 import atari_wrappers
-import autotune
-import checkpoint
-import evaluate
-import evaluator
 import monobeast
 import polybeast
-import polybeast_env
-from environment import EnvError, Environments
-from experiment import FlagError
+from beast import atari_scores, checkpoint, curves, evaluate
+from beast.background_evaluation import BackgroundEvaluation
+from beast.environments import Environments
+from beast.errors import EnvError
+from beast.run import FlagError
 
 PROGRAMS = {"monobeast": monobeast, "polybeast": polybeast}
-SCRIPTS = {"monobeast": TESTS / "catch.py", "polybeast": TESTS / "catch_poly.py"}
+SCRIPTS = {"monobeast": HELPERS / "catch.py", "polybeast": HELPERS / "catch_poly.py"}
 PONG = ["--env", "PongNoFrameskip-v4", "--noop_max", "5"]
 both = pytest.mark.parametrize("name", PROGRAMS)
 
 
 class Still:
-    """A model that takes action 0, and tells how many rows it was asked for at once."""
+    """A model that takes action 0, and keeps how many rows it was asked for at once."""
 
-    def __init__(self):
-        self.batch_sizes = []
+    def __init__(self, watch=lambda inputs, agent_state: agent_state):
+        self.batch_sizes, self.watch = [], watch
 
     def initial_state(self, batch_size):
         return ()
 
     def __call__(self, inputs, agent_state):
         self.batch_sizes.append(inputs["reward"].shape[1])
-        return {"action": torch.zeros(inputs["reward"].shape, dtype=torch.int64)}, agent_state
-
-
-class Drawn(Counter):
-    """A Counter whose every game has a length that is drawn: 2 or 40, at even odds."""
-
-    def reset(self, *, seed=None, options=None):
-        result = super().reset(seed=seed, options=options)
-        self.length = int(self.np_random.choice([2, 40]))
-        return result
+        action = torch.zeros(inputs["reward"].shape, dtype=torch.int64)
+        return {"action": action}, self.watch(inputs, agent_state)
 
 
 class Lives(Counter):
@@ -72,23 +58,23 @@ class Lives(Counter):
         return *result, info | {"game_over": self.episode % 3 == 2}
 
 
-def play(environments, num_games):
-    model = Still()
+def play(environments, num_games, model=None):
+    model = model or Still()
     games = list(evaluate.play(environments, model, num_games))
     environments.close()
     return games, model
 
 
-def make_run(name, folder, *words):
-    """Write a run's checkpoint, of step 1,234, without training; return the words that name it."""
+def make_run(name, folder, *arguments):
+    """Write a checkpoint of step 1,234 without training; return the arguments that name its run."""
     program = PROGRAMS[name]
-    words = ["--savedir", str(folder), "--xpid", "run", *map(str, words)]
-    flags = program.parser.parse_args(words)
+    arguments = ["--savedir", str(folder), "--xpid", "run", *map(str, arguments)]
+    flags = program.parser.parse_args(arguments)
     environment = catch.create_env(flags)
     model = program.Net(environment.observation_space, environment.action_space.n)
     (folder / "run").mkdir(parents=True)
     torch.save(checkpoint.pack_weights(flags, model, 1234), folder / "run" / "model.tar")
-    return words
+    return arguments
 
 
 # --------------------------------------------------------------------- which games are counted
@@ -105,58 +91,80 @@ def test_games_count_as_they_begin_so_that_long_ones_are_not_left_out(num_games)
     assert set(model.batch_sizes) == {4}
 
 
-@pytest.mark.parametrize("truncates", [False, True])
-def test_the_mean_does_not_depend_on_how_many_play_at_once(truncates):
-    def mean_steps(num_envs, repetitions):
-        steps = []
-        for seed in range(repetitions):
-            make = lambda: Drawn(truncates=truncates)  # noqa: E731
-            steps += [n for _, n in play(Environments(make, num_envs, seed), 8)[0]]
-        return np.mean(steps)
-
-    # The standard error is 19 / sqrt(320) = 1.1; the first eight to end have a mean of 8.
-    assert mean_steps(1, 40) == pytest.approx(21, abs=3.5)
-    assert mean_steps(8, 40) == pytest.approx(21, abs=3.5)
-
-
 def test_a_game_is_whole_where_lives_are_lost():
     games, _ = play(Environments(lambda: Lives(length=4), 2, 1), 4)
     assert games == [(30.0, 12)] * 4
 
 
-# ------------------------------------------------------------------------- what is told of them
+@both
+def test_fire_is_pressed_after_each_lost_life_as_in_training(name):
+    # The program anew, since the helpers have replaced create_env.
+    file = {"monobeast": "monobeast.py", "polybeast": "polybeast_env.py"}[name]
+    spec = importlib.util.spec_from_file_location("anew", ROOT / file)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    words = "--mode test --env BreakoutNoFrameskip-v4 --frame_size 42"
+    flags = PROGRAMS[name].parser.parse_args(words.split())
+    environments = Environments(lambda: program.create_env(flags), 1, 1)
+    ale, balls = environments.envs[0].unwrapped.ale, []
+
+    def watch(inputs, agent_state):
+        balls.append(ale.getRAM()[101] > 0)  # the ball's height; 0: there is no ball
+        assert len(balls) < 1000, "the game stands still"
+        return agent_state
+
+    play(environments, 1, Still(watch))
+    assert ale.lives() == 5 and len(balls) > 100 and np.mean(balls) > 0.9
+
+
+def test_a_state_that_shares_memory_with_its_input_is_not_overwritten():
+    seen = []
+
+    def watch(inputs, agent_state):
+        if seen:
+            assert torch.equal(agent_state, seen[-1])
+        state = inputs["frame"].float()  # of float32 observations no copy
+        seen.append(state.clone())
+        return state
+
+    play(Environments(lambda: Counter(5), 1, 1), 2, Still(watch))
+    assert len(seen) == 10
+
+
+# ---------------------------------------------------------------------------------- the result
 
 
 @pytest.mark.parametrize(
     ("num_degrees", "expected"),
     # Any table of Student's t, such as that of the NIST/SEMATECH handbook (e-Handbook 1.3.6.7.2).
-    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (9, 2.262), (10, 2.228),
-     (19, 2.093), (30, 2.042), (60, 2.000), (99, 1.984), (1000, 1.962)],
+    [(1, 12.706), (4, 2.776), (9, 2.262), (19, 2.093), (30, 2.042), (31, 2.040), (40, 2.021),
+     (60, 2.000), (99, 1.984), (1000, 1.962)],
 )  # fmt: skip
 def test_quantiles_are_those_of_students_t(num_degrees, expected):
-    assert evaluate.t_quantile(num_degrees) == pytest.approx(expected, abs=6e-4)
+    assert evaluate.t_quantile(num_degrees) == pytest.approx(expected, abs=1e-3)
 
 
-def test_other_quantiles_are_right_as_well():
-    assert evaluate.t_quantile(9, 0.99) == pytest.approx(3.250, abs=6e-4)
-    assert evaluate.t_quantile(2, 0.9) == pytest.approx(2.920, abs=6e-4)
-
-
-def test_intervals_hold_the_true_mean_95_times_in_100():
-    returns = np.random.default_rng(1).normal(3, 2, (4000, 5))
-    half = evaluate.t_quantile(4) * returns.std(1, ddof=1) / math.sqrt(5)
-    held = (abs(returns.mean(1) - 3) <= half).mean()
-    assert held == pytest.approx(0.95, abs=0.015)
-
-
-def test_a_result_tells_mean_interval_and_spread():
+def test_a_result_has_mean_interval_and_spread():
     result = evaluate.summarize([1.0, 2.0, 3.0], [5, 6, 7])
     assert result["mean"] == 2 and result["stdev"] == 1
     assert result["ci95"] == pytest.approx(4.303 / 3**0.5, abs=1e-3)
     assert result["human_normalized"] is None
-    text = "3 games: mean return 2.00, 95 % confidence interval -0.48 to 4.48, "
-    assert evaluate.describe_result(result) == text + "standard deviation 1.00"
     assert json.loads(json.dumps(result)) == result
+
+
+@pytest.mark.parametrize(
+    ("returns", "numbers"),
+    [
+        ([1, 2, 3], ("2.0", "-0.5 to 4.5", "1.0")),
+        ([0.955, 0.965, 0.961], ("0.960", "0.948 to 0.973", "0.005")),
+        ([100, 500, 390, 20], ("252", "-112 to 617", "229")),
+        ([1, 1], ("1.00", "1.00 to 1.00", "0.00")),  # there is no interval
+    ],
+)
+def test_a_result_has_the_decimals_that_its_interval_is_worth(returns, numbers):
+    text = "mean return {}, 95 % confidence interval {}, standard deviation {}"
+    result = evaluate.summarize(returns, [5] * len(returns))
+    assert evaluate.describe_result(result) == f"{len(returns)} games: {text.format(*numbers)}"
 
 
 def test_one_game_has_no_interval():
@@ -177,14 +185,6 @@ def test_human_normalized_is_0_for_a_random_player_and_1_for_a_human():
     assert len(atari_scores.SCORES) == 57
 
 
-def test_all_games_with_scores_are_ale_pys():
-    import ale_py
-
-    gym.register_envs(ale_py)
-    specs = [spec for spec in gym.registry.values() if "AtariEnv" in str(spec.entry_point)]
-    assert atari_scores.SCORES.keys() <= {spec.kwargs["game"] for spec in specs}
-
-
 @pytest.mark.parametrize(
     ("env", "game"),
     [("PongNoFrameskip-v4", "pong"), ("ALE/MsPacman-v5", "ms_pacman"),
@@ -194,9 +194,10 @@ def test_a_game_is_known_by_its_environment(env, game):
     import ale_py
 
     gym.register_envs(ale_py)
-    environment = gym.make(env)
-    assert evaluate.game_name(environment) == game
+    assert evaluate.game_name(gym.make(env)) == game
     assert evaluate.game_name(Catch()) is None
+    specs = [spec for spec in gym.registry.values() if "AtariEnv" in str(spec.entry_point)]
+    assert atari_scores.SCORES.keys() <= {spec.kwargs["game"] for spec in specs}
 
 
 def test_the_protocol_says_how_an_atari_game_is_played():
@@ -211,48 +212,51 @@ def test_the_protocol_says_how_an_atari_game_is_played():
 
     text = describe(*PONG)
     for part in ("whole games", "raw rewards", "sampling", "6 actions", "1 to 5 idle frames",
-                 "frame skip 4", "sticky actions 0,", "108,000 frames", "2 at once"):  # fmt: skip
+                 "frame skip 4", "sticky actions 0,", "108,000 frames", "each life an episode",
+                 "2 at once"):  # fmt: skip
         assert part in text
+    assert "FIRE pressed to begin an episode" in text
     text = describe(
-        "--sticky_actions", "0.25", "--noop_max", "0", "--full_action_space", "--greedy"
+        *"--env MsPacmanNoFrameskip-v4 --sticky_actions 0.25 --noop_max 0 --greedy".split(),
+        *"--full_action_space --no_episodic_life".split(),
     )
     for part in ("sticky actions 0.25", "18 actions", "greedy"):
         assert part in text
-    assert "idle frames" not in text and "sampling" not in text
+    for part in ("idle frames", "sampling", "life", "FIRE"):
+        assert part not in text
 
 
 # ---------------------------------------------------------------------------------- mode test
 
 
-def run_test(name, words, *more):
-    return PROGRAMS[name].main([*words, "--mode", "test", *split_words(more)])
+def run_test(name, arguments, *more):
+    return PROGRAMS[name].main([*arguments, "--mode", "test", *split_words(more)])
 
 
 @both
 def test_a_fork_without_any_atari_plays_several_games_at_once(name, tmp_path, capsys):
     words = make_run(name, tmp_path, "--env", "Catch")
-    assert run_test(name, words, "--num_episodes 20 --num_test_envs 3") == 0
+    more = ("--num_episodes 20 --num_test_envs 3 --result_file", tmp_path / "result.json")
+    assert run_test(name, words, *more) == 0
     output = capsys.readouterr().out
     assert f"{tmp_path}/run at step 1,234, Catch\n" in output
     assert "Protocol: whole games, raw rewards, sampling, 3 actions, 3 at once\n" in output
     returns = [float(r) for r in re.findall(r"^game \d+: return (\S+) in 9 steps", output, re.M)]
     assert len(returns) == 20 and set(returns) <= {-1.0, 1.0}
-    half = evaluate.t_quantile(19) * np.std(returns, ddof=1) / math.sqrt(20)
-    low, high = np.mean(returns) - half, np.mean(returns) + half
-    assert f"20 games: mean return {np.mean(returns):.2f}, " in output
-    assert f"95 % confidence interval {low:.2f} to {high:.2f}" in output
-    assert "human" not in output
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["returns"] == returns and result["step"] == 1234
+    assert output.endswith(evaluate.describe_result(result) + "\n") and "human" not in output
 
 
 @both
-@pytest.mark.parametrize("greedy", ["", "--greedy"])
-def test_the_same_seed_plays_the_same_games(name, greedy, tmp_path, capsys):
+def test_the_same_seed_plays_the_same_games(name, tmp_path, capsys):
     words = make_run(name, tmp_path, "--env", "Catch", "--seed", "3")
-    outputs = []
-    for _ in range(2):
-        run_test(name, words, greedy)
-        outputs.append(capsys.readouterr().out)
-    assert outputs[0] == outputs[1] and "game 10: " in outputs[0]
+    for greedy in ("", "--greedy"):
+        outputs = []
+        for _ in range(2):
+            run_test(name, words, greedy)
+            outputs.append(capsys.readouterr().out)
+        assert outputs[0] == outputs[1] and "game 10: " in outputs[0]
 
 
 @both
@@ -262,14 +266,14 @@ def test_flags_that_cannot_be_are_refused(name, tmp_path):
         "--num_episodes 0": "--num_episodes is 0; it must be positive",
         "--num_test_envs 0": "--num_test_envs is 0; it must be positive",
         "--eval_interval -1": "--eval_interval is -1",
-        "--seed -1": "--seed is -1; it must not be negative",
     }.items():
         with pytest.raises(FlagError, match=message):
             run_test(name, words, more)
         with pytest.raises(FlagError, match=message):  # before anything starts
             PROGRAMS[name].main([*words[:-1], "other", "--env", "Catch", *more.split()])
-    with pytest.raises(FlagError, match="--record_video is for --mode test"):
-        PROGRAMS[name].main([*words, "--record_video", str(tmp_path)])
+    for flag in ("--record_video", "--result_file"):
+        with pytest.raises(FlagError, match=f"{flag} is for --mode test"):
+            PROGRAMS[name].main([*words, flag, str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -277,16 +281,25 @@ def test_flags_that_cannot_be_are_refused(name, tmp_path):
 
 
 class Painter(Catch):
-    """Catch with a screen, that tells how often it was read."""
+    """Catch with a screen, and two lives: a game is two episodes."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 12}
 
-    def __init__(self, render_mode=None):
+    def __init__(self, render_mode=None, dtype=np.uint8):
         super().__init__()
-        self.render_mode = render_mode
+        self.render_mode, self.dtype, self.life = render_mode, dtype, 0
+
+    def reset(self, **kwargs):
+        self.life += 1
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        *result, info = super().step(action)
+        return *result, info | {"game_over": result[2] and self.life % 2 == 0}
 
     def render(self):
-        return np.kron(self._board()[0], np.ones((8, 8), np.uint8))[:, :, None].repeat(3, 2) * 255
+        board = np.kron(self._board()[0], np.ones((8, 8), self.dtype))
+        return board[:, :, None].repeat(3, 2) * self.dtype(255)
 
 
 def test_a_video_needs_moviepy_and_says_how_to_get_it(tmp_path, monkeypatch):
@@ -324,13 +337,12 @@ def clips(monkeypatch):
 @both
 def test_each_game_of_a_test_becomes_a_video_and_no_other(name, tmp_path, monkeypatch, clips):
     words = make_run(name, tmp_path, "--env", "Catch")
-    owner = monobeast if name == "monobeast" else polybeast_env
-    monkeypatch.setattr(owner, "create_env", lambda flags: Painter(flags.render_mode))
+    monkeypatch.setattr(PROGRAMS[name], "create_env", lambda flags: Painter(flags.render_mode))
     run_test(name, words, "--num_episodes 3 --record_video", tmp_path / "videos")
     paths, frames, rates = zip(*clips, strict=True)
     folder = tmp_path / "videos"
     assert paths == tuple(f"{folder}/run-step-1234-episode-{i}.mp4" for i in range(3))
-    assert [len(f) for f in frames] == [10] * 3  # of the reset and of nine steps
+    assert [len(f) for f in frames] == [20] * 3  # a reset and nine steps a life
     assert frames[0][0].shape == (80, 40, 3) and rates == (12,) * 3
 
 
@@ -350,71 +362,43 @@ def test_a_video_that_cannot_be_written_ends_the_test_with_the_reason(tmp_path, 
     assert len(tries) == 1  # not once more when the environment is closed
 
 
-def test_an_environment_without_a_screen_is_told_how_to_get_one(tmp_path, clips):
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda flags: Painter(), "render_mode None, not 'rgb_array': pass it render_mode=flags"),
+        (
+            lambda flags: Painter(flags.render_mode, np.float64),
+            r"needs frames of uint8 \[height, width, 3\], but render\(\) .* float64 \[80, 40, 3\]",
+        ),
+    ],
+)
+def test_frames_that_make_no_video_are_refused_before_a_game(
+    make, message, tmp_path, monkeypatch, clips, capsys
+):
     words = make_run("monobeast", tmp_path, "--env", "Catch")
-    with pytest.raises(EnvError, match="render_mode None; .*render_mode=flags.render_mode"):
+    monkeypatch.setattr(monobeast, "create_env", make)
+    with pytest.raises(FlagError, match=message):
         run_test("monobeast", words, "--record_video", tmp_path / "videos")
+    assert not (tmp_path / "videos").exists() and capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("frame_skip", [1, 4])
-def test_atari_videos_have_the_speed_of_the_console(frame_skip):
-    flags = monobeast.parser.parse_args([*PONG, "--frame_skip", str(frame_skip)])
-    env = atari_wrappers.create_atari(flags, "rgb_array")
-    assert env.metadata["render_fps"] == 60 / frame_skip
+def test_atari_videos_have_the_speed_of_the_console():
+    env = atari_wrappers.create_atari(monobeast.parser.parse_args([*PONG]), "rgb_array")
+    assert env.metadata["render_fps"] == 60 / 4
     env.reset(seed=1)
-    screen = env.render()
-    assert screen.shape == (210, 160, 3) and len(np.unique(screen.reshape(-1, 3), axis=0)) > 2
+    assert env.render().dtype == np.uint8 and env.render().shape == (210, 160, 3)
     env.close()
 
 
-def test_a_game_of_pong_becomes_an_mp4_that_plays(tmp_path):
-    pytest.importorskip("moviepy")
-    import cv2
-
-    flags = polybeast.parser.parse_args(
-        [*PONG, "--mode", "test", "--num_episodes", "2", "--num_test_envs", "2",
-         "--savedir", str(tmp_path), "--xpid", "run", "--record_video", str(tmp_path / "videos")]
-    )  # fmt: skip
-
-    class Net(torch.nn.Linear):
-        def __init__(self, *_):
-            super().__init__(1, 1)
-
-        def initial_state(self, batch_size):
-            return ()
-
-        def forward(self, inputs, agent_state):
-            return Still()(inputs, agent_state)
-
-    def create_env(flags):
-        flags = argparse.Namespace(**vars(flags) | {"episodic_life": False})
-        return atari_wrappers.create_atari(flags, flags.render_mode)
-
-    (tmp_path / "run").mkdir()
-    torch.save(checkpoint.pack_weights(flags, Net(), 7), tmp_path / "run" / "model.tar")
-    result = evaluate.test(flags, create_env, Net)
-    assert result["human_normalized"] == pytest.approx((result["mean"] + 20.7) / 35.3)
-    paths = sorted((tmp_path / "videos").iterdir())
-    assert [p.name for p in paths] == [f"run-step-7-episode-{i}.mp4" for i in range(2)]
-    for path, steps in zip(paths, result["steps"], strict=True):
-        video = cv2.VideoCapture(str(path))
-        assert video.get(cv2.CAP_PROP_FPS) == pytest.approx(15)
-        count, (is_whole, frame) = 0, video.read()
-        assert frame.shape == (210, 160, 3)
-        while is_whole:
-            count, (is_whole, _) = count + 1, video.read()
-        assert count == steps + 1
-
-
-# ----------------------------------------------------------------------------- beside a training
+# -------------------------------------------------------------------------- while others learn
 
 GOOD = """
-import json, pathlib, sys, time
-folder = pathlib.Path(*(sys.argv[sys.argv.index(word) + 1] for word in ("--savedir", "--xpid")))
-assert (folder / "model.tar").exists()
+import json, pathlib, sys
+path = pathlib.Path(sys.argv[sys.argv.index("--result_file") + 1])
+assert (path.parent / "model.tar").exists() and "--end_with_stdin" in sys.argv
 result = {"step": 0, "returns": [1.0, 3.0], "steps": [5, 5], "mean": 2.0, "ci95": 12.7}
 result |= {"stdev": 1.4, "human_normalized": HUMAN}
-(folder / "result.json").write_text(json.dumps(result))
+path.write_text(json.dumps(result))
 """
 BAD = "import sys; sys.exit('the game is broken')"
 ENDLESS = """
@@ -424,99 +408,90 @@ time.sleep(600)
 """
 
 
-class Beside:
-    """An Evaluator of a training that others pretend to do."""
+class Training:
+    """Evaluations of a training that others pretend to do."""
 
     def __init__(self, tmp_path, monkeypatch, script, interval=100, step=0):
         path = tmp_path / "script.py"
         path.write_text(script)
         monkeypatch.setattr(sys.modules["__main__"], "__file__", str(path), raising=False)
-        words = ["--savedir", str(tmp_path), "--xpid", "run", "--eval_interval", str(interval)]
-        self.flags = monobeast.parser.parse_args(words)
+        arguments = ["--savedir", str(tmp_path), "--xpid", "run", "--eval_interval", str(interval)]
         self.folder = tmp_path / "run"
         self.folder.mkdir(exist_ok=True)
-        self.lock, self.model = threading.Lock(), torch.nn.Linear(2, 2)
-        self.evaluator = evaluator.Evaluator(self.flags, step)
+        self.learner = types.SimpleNamespace(lock=threading.Lock(), model=torch.nn.Linear(2, 2))
+        self.evaluations = BackgroundEvaluation(monobeast.parser.parse_args(arguments), step)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.evaluator.close()
+        self.evaluations.close()
 
     def tick(self, step):
-        figures = self.evaluator.tick(self.lock, self.model, {"step": step})
-        assert not self.lock.locked()
-        return figures
+        self.learner.stats = {"step": step}
+        metrics = self.evaluations.tick(self.learner)
+        assert not self.learner.lock.locked()
+        return metrics
 
     @property
-    def is_playing(self):
-        return self.evaluator._process is not None
+    def process(self):
+        """The evaluation that is under way."""
+        return self.evaluations._process
 
     def wait(self, step):
-        """Wait for the end of the evaluation that is under way; return its figures."""
-        wait_until(self.evaluator._has_ended)
+        """Wait for the end of the evaluation that is under way; return its metrics."""
+        wait_until(self.evaluations._has_ended)
         return self.tick(step)
 
 
 NOTHING = {"eval_step": None, "eval_return_mean": None, "eval_return_ci95": None}
 
 
-def test_an_evaluation_gives_its_figures_once(tmp_path, monkeypatch, caplog):
+def test_an_evaluation_gives_its_metrics_once(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    with Beside(tmp_path, monkeypatch, GOOD.replace("HUMAN", "None")) as beside:
-        assert beside.tick(0) == beside.tick(99) == NOTHING and not beside.is_playing
-        assert beside.tick(104) == NOTHING and beside.is_playing
-        figures = beside.wait(110)
-        assert figures == {"eval_step": 104, "eval_return_mean": 2.0, "eval_return_ci95": 12.7}
+    with Training(tmp_path, monkeypatch, GOOD.replace("HUMAN", "0.5")) as training:
+        assert training.tick(0) == training.tick(99) == NOTHING and training.process is None
+        assert training.tick(104) == NOTHING and training.process is not None
+        metrics = {"eval_step": 104, "eval_return_mean": 2.0, "eval_return_ci95": 12.7}
+        assert training.wait(110) == metrics | {"eval_human_normalized": 0.5}
         assert "Evaluation at step 104, " in caplog.text and "2 games: mean return" in caplog.text
-        assert beside.tick(199) == NOTHING and not beside.is_playing
-        beside.tick(200)
-        assert beside.wait(200)["eval_step"] == 200
-    assert list(beside.folder.iterdir()) == []
-
-
-def test_a_human_normalized_score_is_a_figure_where_it_is_known(tmp_path, monkeypatch):
-    with Beside(tmp_path, monkeypatch, GOOD.replace("HUMAN", "0.5")) as beside:
-        beside.tick(100)
-        assert beside.wait(100)["eval_human_normalized"] == 0.5
+        assert training.tick(199) == NOTHING and training.process is None
+        training.tick(200)
+        assert training.wait(200)["eval_step"] == 200
+    assert list(training.folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(("step", "due"), [(0, 100), (99, 100), (100, 200), (250, 300)])
 def test_a_resumed_run_is_evaluated_at_the_next_step_of_the_same_grid(
     tmp_path, monkeypatch, step, due
 ):
-    with Beside(tmp_path, monkeypatch, ENDLESS, step=step) as beside:
-        beside.tick(due - 1)
-        assert not beside.is_playing
-        beside.tick(due)
-        assert beside.is_playing
+    with Training(tmp_path, monkeypatch, ENDLESS, step=step) as training:
+        training.tick(due - 1)
+        assert training.process is None
+        training.tick(due)
+        assert training.process is not None
 
 
-def test_off_is_off(tmp_path, monkeypatch):
-    (tmp_path / "run" / ".eval").mkdir(parents=True)  # whosever that may be
-    with Beside(tmp_path, monkeypatch, GOOD, interval=0) as beside:
-        assert beside.tick(0) == beside.tick(10**9) == {} and not beside.is_playing
-    assert [path.name for path in beside.folder.iterdir()] == [".eval"]
+def test_without_an_interval_nothing_is_evaluated_or_removed(tmp_path, monkeypatch):
+    (tmp_path / "run" / ".eval").mkdir(parents=True)  # somebody else's
+    with Training(tmp_path, monkeypatch, GOOD, interval=0) as training:
+        assert training.tick(0) == training.tick(10**9) == {} and training.process is None
+    assert [path.name for path in training.folder.iterdir()] == [".eval"]
 
 
 def test_a_failure_is_logged_with_what_was_printed_and_the_next_one_comes(
     tmp_path, monkeypatch, caplog
 ):
-    with Beside(tmp_path, monkeypatch, BAD) as beside:
+    with Training(tmp_path, monkeypatch, BAD) as training:
         for step in (100, 200):
             caplog.clear()
-            beside.tick(step)
-            assert beside.wait(step) == NOTHING
+            training.tick(step)
+            assert training.wait(step) == NOTHING
             assert f"The evaluation at step {step} failed (exit status 1)" in caplog.text
             assert "the game is broken" in caplog.text
-
-
-def test_what_cannot_be_started_is_logged(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("PATH", str(tmp_path))  # where there is no nice
-    with Beside(tmp_path, monkeypatch, GOOD) as beside:
-        assert beside.tick(100) == NOTHING and not beside.is_playing
-        assert "Cannot evaluate at step 100" in caplog.text and "nice" in caplog.text
+        monkeypatch.setenv("PATH", str(tmp_path))  # where there is no nice
+        assert training.tick(300) == NOTHING and training.process is None
+        assert "Cannot evaluate at step 300" in caplog.text and "nice" in caplog.text
 
 
 def helpers(pid):
@@ -524,8 +499,8 @@ def helpers(pid):
     found = []
     for entry in os.listdir("/proc"):
         try:
-            words = open(f"/proc/{entry}/cmdline").read()  # noqa: SIM115
-            if entry.isdigit() and os.getpgid(int(entry)) == pid and "--helper" in words:
+            command = open(f"/proc/{entry}/cmdline").read()  # noqa: SIM115
+            if entry.isdigit() and os.getpgid(int(entry)) == pid and "--helper" in command:
                 found.append(int(entry))
         except OSError:
             continue
@@ -536,41 +511,39 @@ def test_only_one_plays_at_a_time_and_closing_ends_it_with_its_children(
     tmp_path, monkeypatch, caplog
 ):
     caplog.set_level(logging.INFO)
-    with Beside(tmp_path, monkeypatch, ENDLESS) as beside:
-        beside.tick(100)
-        process = beside.evaluator._process
+    with Training(tmp_path, monkeypatch, ENDLESS) as training:
+        training.tick(100)
+        process = training.process
         wait_until(lambda: helpers(process.pid))
         own = os.getpriority(os.PRIO_PROCESS, 0)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(19, own + 10)
-        assert beside.tick(200) == NOTHING
+        assert training.tick(200) == NOTHING
         assert "No evaluation at step 200: that of step 100 has been playing for" in caplog.text
-        assert beside.evaluator._process is process and process.poll() is None
-        began = time.monotonic()
-        beside.evaluator.close()
-        assert time.monotonic() - began < 5
+        assert training.process is process and process.poll() is None
+        training.evaluations.close()
         assert process.returncode == -signal.SIGKILL
         wait_until(lambda: not helpers(process.pid), 5)
-        assert beside.tick(10**6) == NOTHING and not beside.is_playing  # closed is closed
-    assert list(beside.folder.iterdir()) == []
+        assert training.tick(10**6) == NOTHING and training.process is None  # closed is closed
+    assert list(training.folder.iterdir()) == []
 
 
 def test_one_that_has_died_leaves_no_process_of_its_own(tmp_path, monkeypatch):
-    with Beside(tmp_path, monkeypatch, ENDLESS) as beside:
-        beside.tick(100)
-        pid = beside.evaluator._process.pid
+    with Training(tmp_path, monkeypatch, ENDLESS) as training:
+        training.tick(100)
+        pid = training.process.pid
         wait_until(lambda: helpers(pid))
         os.kill(pid, signal.SIGKILL)
-        assert beside.wait(150) == NOTHING
+        assert training.wait(150) == NOTHING
         wait_until(lambda: not helpers(pid), 5)
 
 
 def test_a_snapshot_is_as_of_its_step_and_holds_copies(tmp_path, monkeypatch):
-    with Beside(tmp_path, monkeypatch, ENDLESS) as beside:
-        beside.tick(123)
+    with Training(tmp_path, monkeypatch, ENDLESS) as training:
+        training.tick(123)
         with torch.no_grad():
-            before = beside.model.weight.clone()
-            beside.model.weight.zero_()
-        saved = torch.load(beside.folder / ".eval" / "model.tar", weights_only=True)
+            before = training.learner.model.weight.clone()
+            training.learner.model.weight.zero_()
+        saved = torch.load(training.folder / ".eval" / "model.tar", weights_only=True)
         assert saved["step"] == 123 and saved["flags"]["eval_interval"] == 100
         assert torch.equal(saved["model_state_dict"]["weight"], before)
 
@@ -585,11 +558,11 @@ LONG = "--env Catch --xpid run --total_steps 1_000_000_000 --eval_interval 500"
 
 
 @both
-def test_a_training_is_evaluated_stops_and_goes_on(name, tmp_path):
-    words = (SMALL[name], LONG, "--num_episodes 4 --greedy --savedir", tmp_path)
+def test_a_training_is_evaluated_stops_and_is_resumed(name, tmp_path):
+    arguments = (SMALL[name], LONG, "--num_episodes 4 --greedy --savedir", tmp_path)
     folder, steps = tmp_path / "run", []
     for _ in range(2):
-        with Program(SCRIPTS[name], *words) as program:
+        with Program(SCRIPTS[name], *arguments) as program:
             known = len(steps)
             program.wait_until(lambda: len(column(read_rows(folder), "eval_step")) > known)  # noqa: B023
             program.process.terminate()
@@ -606,48 +579,21 @@ def test_a_training_is_evaluated_stops_and_goes_on(name, tmp_path):
             assert 500 <= int(row["eval_step"]) <= int(row["step"])
             assert -1 <= float(row["eval_return_mean"]) <= 1 and float(row["eval_return_ci95"]) >= 0
     assert steps == sorted(steps) and len(set(steps)) == len(steps) >= 2
+    run = curves.read_run(str(folder), [])  # what a run writes can be drawn
+    assert {"eval_return_mean", "mean_game_return", "hours"} <= run.columns.keys()
+    assert run.settings["env"] == "Catch"
     assert not (folder / ".eval").exists()
 
 
 @both
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_an_evaluation_ends_with_its_run(name, number, tmp_path):
-    words = (SMALL[name], LONG, "--num_episodes 1_000_000_000 --savedir", tmp_path)
-    with Program(SCRIPTS[name], *words, TMPDIR=str(tmp_path)) as program:
+def test_an_evaluation_ends_with_its_run_even_when_that_is_killed(name, tmp_path):
+    arguments = (SMALL[name], LONG, "--num_episodes 1_000_000_000 --savedir", tmp_path)
+    with Program(SCRIPTS[name], *arguments, TMPDIR=str(tmp_path)) as program:
         log = tmp_path / "run" / ".eval" / "out.log"
         program.wait_until(lambda: log.exists() and "game 1:" in log.read_text())
-        (pid,) = program.members("--evaluator")
-        assert os.getpriority(os.PRIO_PROCESS, pid) >= 10
+        assert len(program.members("--end_with_stdin")) == 1 + (name == "polybeast")
         step = last_step(tmp_path / "run")
         program.wait_until(lambda: last_step(tmp_path / "run") > step)  # nobody waits for it
-        os.killpg(program.pid, number)  # as a terminal does
+        os.killpg(program.pid, signal.SIGKILL)
         program.end(15)
         program.wait_for_members()
-    assert (tmp_path / "run" / ".eval").exists() == (number == signal.SIGKILL)
-
-
-@both
-def test_an_evaluation_that_is_killed_is_told_and_the_run_goes_on(name, tmp_path):
-    words = (SMALL[name], LONG, "--num_episodes 1_000_000_000 --savedir", tmp_path)
-    with Program(SCRIPTS[name], *words) as program:
-        program.wait_until(lambda: program.members("--evaluator"))
-        os.kill(program.members("--evaluator")[0], signal.SIGKILL)
-        program.wait_until(lambda: "failed (exit status -9), and the run goes on" in program.output)
-        step = last_step(tmp_path / "run")
-        program.wait_until(lambda: last_step(tmp_path / "run") > step)
-        program.process.terminate()
-        assert program.end()[0] == 128 + signal.SIGTERM
-        program.wait_for_members()
-
-
-def test_trials_of_autotune_are_not_evaluated(monkeypatch):
-    def refuse(words, **_):
-        raise FlagError(" ".join(words))
-
-    monkeypatch.setattr(autotune.subprocess, "Popen", refuse)
-    main = autotune.sys.modules["__main__"]  # which has no file in a process of pytest-xdist
-    monkeypatch.setattr(main, "__file__", "monobeast.py", raising=False)
-    flags = monobeast.parser.parse_args(["--eval_interval", "500", "--unroll_length", "7"])
-    with pytest.raises(FlagError, match="--unroll_length=7") as error:
-        autotune.run_trial(flags, monobeast.parser, threading.Event())
-    assert "eval" not in str(error.value).partition(" ")[2]

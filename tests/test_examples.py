@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The diffs in examples/ and docs/ apply to the programs as they are, and what comes out learns."""
 
+import contextlib
+import importlib.util
 import itertools
 import os
 import re
@@ -10,38 +12,53 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from program import Program, column, last_step, read_rows, run, shared_memory, wait_until
 
+from beast.environments import Environments, try_out
+from beast.nets import create_net
+
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("*.diff"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTED = [
-    pytest.param(block, id=f"{page.name}-{i}")
-    for page in PAGES
-    for i, block in enumerate(re.findall(r"^```diff\n(.*?)^```$", page.read_text(), re.M | re.S))
-]
-# What a diff says where it is for a game that is not ours: its package, its name.
-GAMES = {"minatar": ("minatar", "breakout"), "glyphs": ("nle", "nle:NetHackScore-v0")}
-# Each of these learns in a minute or so on two idle cores. What bounds it is the number of steps:
+PONG = "PongNoFrameskip-v4"
+PROGRAMS = ("monobeast", "polybeast")
+EXAMPLES = {path.stem: path.read_text() for path in sorted((ROOT / "examples").glob("*.diff"))}
+DIFFS = EXAMPLES | {
+    f"{page.stem} {i}": diff
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    for i, diff in enumerate(re.findall(r"^```diff\n(.*?)^```$", page.read_text(), re.M | re.S))
+}
+# What a diff says of an environment other than ours: its package, the environment.
+ENVS = {
+    "minatar": ("minatar", "breakout"),
+    "glyphs": ("nle", "nle:NetHackScore-v0"),
+    "ClipAction": ("gymnasium", "MountainCarContinuous-v0"),
+    "gym.make": ("gymnasium", "CartPole-v1"),
+}
+# Each example learns in a minute or so on two idle cores. What ends a test is the number of steps:
 # other programs may take the cores.
 DEADLINE = 1200  # seconds
-pytestmark = pytest.mark.timeout(2 * DEADLINE)
-# One process that plays: what is learned here is played faster than it is learned.
-WORDS = {
+# One process plays, as fast as another one learns.
+FLAGS = {
     "monobeast": "--num_actors 1 --envs_per_actor 16 --batch_size 16",
-    "polybeast": "--num_servers 1 --envs_per_stream 16 --batch_size 16 --model shallow",
+    "polybeast": "--num_servers 1 --envs_per_stream 16 --batch_size 16",
 }
 LEARNING = "--total_steps 1_000_000 --seed 3 --disable_checkpoint"
-
-both = pytest.mark.parametrize("program", ["monobeast", "polybeast"])
-# Each learns for a minute or two, all of them too long for `make test`: `make examples`.
-long = pytest.mark.long
-one_is_quick = pytest.mark.parametrize(
-    "program", ["monobeast", pytest.param("polybeast", marks=long)]
+# Many small updates, by policies that are not far behind.
+CONTROL = (
+    "--batch_size 8 --unroll_length 5 --discounting 0.98 --entropy_cost 0 --grad_norm_clipping 5 "
+    "--total_steps 400_000 "
 )
+NEAR = {"monobeast": "--envs_per_actor 8 --deterministic", "polybeast": "--envs_per_stream 8"}
+
+# By example: the environment, more than a random player's mean return, and the one to reach.
+GOALS = {
+    "minatar": ("breakout", 0.6, 2.5),
+    "find": ("find", 0, 0.9),  # which takes both the board and the goal
+    "cartpole": ("CartPole-v1", 30, 400),
+    "multi_discrete": ("dials", 0.4, 0.8),
+    "gaussian": ("InvertedPendulum-v5", 20, 950),
+}
 
 
 @pytest.fixture
@@ -50,35 +67,104 @@ def apply(tmp_path):
     if not shutil.which("git"):
         pytest.skip("git, which applies diffs, is missing")
     fork = tmp_path / "fork"
-    shutil.copytree(ROOT / "libtorchbeast", fork / "libtorchbeast")
-    shutil.copytree(ROOT / "examples", fork / "examples")
+    for folder in ("beast", "libtorchbeast", "examples"):
+        shutil.copytree(ROOT / folder, fork / folder)
     for path in [*ROOT.glob("*.py"), *ROOT.glob("*.so"), ROOT / "pyproject.toml"]:
         shutil.copy(path, fork)
 
     def apply(diff):
-        command = ["git", "-C", fork, "apply", "--verbose", "-"]
         # Else git would look for the repository that the copy may lie in.
         environ = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
+        command = ["git", "-C", fork, "apply", "--verbose", "-"]
         done = subprocess.run(command, input=diff, capture_output=True, text=True, env=environ)
         assert done.returncode == 0, (
-            f"{done.stderr}\nWhere it changes, the programs have changed: git apply --3way, mend "
-            f"the conflicts, and write it anew with git diff -U1 HEAD"
+            f"{done.stderr}\nThe programs have changed where the diff changes them: commit them, "
+            "and run python scripts/remake_diffs.py"
         )
         return fork
 
     return apply
 
 
-def read_example(name, program):
-    return (ROOT / "examples" / f"{name}_{program}.diff").read_text()
+@pytest.fixture
+def load(monkeypatch):
+    """Load a fork's program; return its module, and its create_env with flags already given."""
+
+    def load(fork, program, env):
+        modules = []
+        for name in dict.fromkeys(
+            (program, "polybeast_env" if program == "polybeast" else program)
+        ):
+            spec = importlib.util.spec_from_file_location(f"fork_{name}", fork / f"{name}.py")
+            modules.append(importlib.util.module_from_spec(spec))
+            monkeypatch.setitem(sys.modules, spec.name, modules[-1])
+            spec.loader.exec_module(modules[-1])
+        flags = modules[0].parser.parse_args(["--env", env])
+        return modules[0], flags, lambda: modules[-1].create_env(flags)
+
+    return load
 
 
-def learn(fork, program, words, goal):
+@pytest.mark.parametrize("diff", DIFFS.values(), ids=DIFFS)
+def test_a_diff_applies_and_leaves_tidy_code_that_learns(apply, load, diff):
+    quoted = [line for line in diff.splitlines() if re.match(r"[ +-](import|from) ", line)]
+    assert not quoted, "imports change often: write `import` into create_env"
+    fork = apply(diff)
+    for command in ("check", "format --check"):
+        ruff = [sys.executable, "-m", "ruff", *command.split(), "--no-cache", *fork.glob("*.py")]
+        done = subprocess.run(ruff, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    package, env = next((e for word, e in ENVS.items() if word in diff), ("ale_py", PONG))
+    pytest.importorskip(package)
+    program = "polybeast" if "b/polybeast.py" in diff else "monobeast"
+    module, flags, create_env = load(fork, program, env)
+    with contextlib.closing(Environments(create_env, 1, 1)) as environments:
+        try_out(environments)
+        spaces = environments.observation_space, environments.action_space
+    for use_lstm in (False, True):
+        model, (rows, outputs, _) = create_net(module.Net, *spaces, use_lstm=use_lstm)
+        optimizer, _ = module.create_optimizer(flags, model)
+        state = model.initial_state(outputs["baseline"].shape[1])
+        metrics = module.learn(flags, model, rows | outputs, state, optimizer)
+        assert np.isfinite(list(metrics.values())).all()
+        assert set(re.findall(r'^\+        "(\w+)":', diff, re.M)) <= metrics.keys()
+
+
+def test_diffs_are_made_anew_and_win_where_the_program_has_changed_too(tmp_path):
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    program, page = tmp_path / "program.py", tmp_path / "page.md"
+
+    def git(*arguments):
+        options = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+        command = ["git", "-C", tmp_path, *options, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def commit(text):
+        program.write_text(text)
+        git("add", "program.py")
+        git("commit", "--quiet", "--message", "today")
+
+    text = "".join(f"line {i}\n" for i in range(9))
+    git("init", "--quiet")
+    commit(text)
+    program.write_text(text.replace("line 4", "example"))
+    page.write_text(f"```diff\n{git('diff')}```\n")
+    text = text.replace("line 4", "other").replace("line 0", "first\nsecond")
+    commit(text)
+    subprocess.run([sys.executable, tmp_path / "scripts" / "remake_diffs.py", page], check=True)
+    (diff,) = re.findall(r"^```diff\n(.*)^```\n$", page.read_text(), re.M | re.S)
+    (tmp_path / "today.diff").write_text(diff)
+    git("apply", "today.diff")
+    assert program.read_text() == text.replace("other", "example")
+
+
+def learn(fork, program, arguments, goal):
     """Run until the mean return of the last 100 episodes reaches the goal; return the step."""
     folder = fork / "runs" / "run"
-    words = (WORDS[program], LEARNING, words, "--xpid run --savedir", fork / "runs")
+    arguments = (FLAGS[program], LEARNING, arguments, "--xpid run --savedir", fork / "runs")
     before = shared_memory()
-    with Program(fork / f"{program}.py", *words) as process:
+    with Program(fork / f"{program}.py", *arguments) as process:
         process.wait_until(
             lambda: any(r >= goal for r in column(read_rows(folder), "mean_episode_return")),
             DEADLINE,
@@ -91,53 +177,8 @@ def learn(fork, program, words, goal):
     return last_step(folder)
 
 
-def changed_places(diff):
-    """Return {file: {function or class: number of changed lines}}."""
-    places = {}
-    for line in diff.splitlines():
-        if line.startswith("+++ b/"):
-            file = places.setdefault(line.removeprefix("+++ b/"), {})
-        elif line.startswith("@@"):
-            place = line.split("@@")[2].strip()
-            continue
-        elif re.match("[ +-](def|class) ", line):
-            place = line[1:]
-        if line.startswith(("+", "-")) and not line.startswith(("+++", "---")):
-            file[place] = file.get(place, 0) + 1
-    return places
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_changes_create_env_and_the_net_alone(path):
-    """And the loss, where actions are not of a Discrete space."""
-    places = changed_places(path.read_text())
-    wanted, most_lines = ("class AtariNet",), 45
-    if path.stem.startswith(("multi_discrete", "gaussian")):
-        wanted, most_lines = (*wanted, "def compute_", "def gaussian"), 85
-    if "polybeast" in path.stem:
-        assert places.keys() == {"polybeast.py", "polybeast_env.py"}
-        assert any("create_env" in place for place in places["polybeast_env.py"])
-        assert all(place.startswith(wanted) for place in places["polybeast.py"]), places
-    else:
-        assert places.keys() == {"monobeast.py"}
-    for file in places.values():
-        for place, num_lines in file.items():
-            # Beside them one line, which imports the environment.
-            assert place.startswith(("def create_env", *wanted)) or num_lines == 1, place
-    assert sum(sum(file.values()) for file in places.values()) <= most_lines
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_leaves_tidy_code(apply, path):
-    fork = apply(path.read_text())
-    for command in ("check", "format --check"):
-        words = [sys.executable, "-m", "ruff", *command.split(), "--no-cache", fork]
-        done = subprocess.run(words, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-
 def random_return(env, num_steps=20_000):
-    """Return the mean return of a player who does not look."""
+    """Return the mean return of a random player."""
     returns, total = [], 0.0
     env.reset(seed=1)
     env.action_space.seed(1)
@@ -151,106 +192,43 @@ def random_return(env, num_steps=20_000):
     return np.mean(returns)
 
 
-@one_is_quick
-def test_minatar_is_learned(apply, program):
-    from minatar.gym import BaseEnv
-
-    goal = 2.5
-    assert goal > 4 * random_return(BaseEnv("breakout"))
-    fork = apply(read_example("minatar", program))
-    learn(fork, program, "--env breakout --frame_skip 1", goal)
+def is_long(name):
+    """All but one learn for a minute or two, too long for `make test`: `make examples`."""
+    return () if name == "minatar_monobeast" else pytest.mark.long
 
 
-@long
-@both
-def test_a_dict_of_observations_is_learned_from(apply, program):
-    from examples.find import Find
+@pytest.mark.whole
+@pytest.mark.timeout(2 * DEADLINE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=is_long(n)) for n in EXAMPLES if "recall" not in n]
+)
+def test_an_example_is_learned(apply, load, name):
+    example, _, program = name.rpartition("_")
+    env, most_at_random, goal = GOALS[example]
+    if example == "gaussian":
+        pytest.importorskip("mujoco")  # not among the requirements
+    fork = apply(EXAMPLES[name])
+    assert random_return(load(fork, program, env)[2]()) < most_at_random
+    control = f"{CONTROL} {NEAR[program]}" if example in ("cartpole", "gaussian") else ""
+    learn(fork, program, f"--env {env} {control}", goal)
 
-    assert random_return(Find()) < 0
-    fork = apply(read_example("find", program))
-    learn(fork, program, "", 0.9)  # which takes both the board and the goal
 
-
-@long
-@both
+@pytest.mark.whole
+@pytest.mark.long
+@pytest.mark.timeout(2 * DEADLINE)
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_what_takes_a_memory_is_learned_with_the_lstm_alone(apply, program):
-    fork = apply(read_example("recall", program))
+    fork = apply(EXAMPLES[f"recall_{program}"])
     steps = learn(fork, program, "--use_lstm", 0.9)
     if program == "monobeast":  # one of them will do
-        words = (WORDS[program], LEARNING, f"--total_steps {steps} --xpid without --savedir")
-        status, output = run(fork / "monobeast.py", *words, fork / "runs")
+        arguments = (FLAGS[program], LEARNING, f"--total_steps {steps} --xpid without --savedir")
+        status, output = run(fork / "monobeast.py", *arguments, fork / "runs")
         assert status == 0, output
         # A guess in a hundred episodes: a deviation of 0.1.
         assert column(read_rows(fork / "runs" / "without"), "mean_episode_return")[-1] < 0.5
 
 
-# Many small updates, by policies that are not far behind. LEARNING has the rest.
-CONTROL = (
-    "--frame_skip 1 --batch_size 8 --unroll_length 5 --discounting 0.98 --entropy_cost 0 "
-    "--grad_norm_clipping 5 --total_steps 400_000"
-)
-NEAR = {"monobeast": "--envs_per_actor 8 --deterministic", "polybeast": "--envs_per_stream 8"}
-
-
-@long
-@both
-def test_cartpole_is_learned(apply, program):
-    assert random_return(gym.make("CartPole-v1")) < 30
-    fork = apply(read_example("cartpole", program))
-    learn(fork, program, f"--env CartPole-v1 {CONTROL} {NEAR[program]}", 400)
-
-
-@long
-@both
-def test_actions_of_two_parts_are_learned(apply, program):
-    from examples.dials import Dials
-
-    assert random_return(Dials()) < 0.4
-    fork = apply(read_example("multi_discrete", program))
-    learn(fork, program, "", 0.8)
-
-
-@long
-@both
-def test_forces_are_learned(apply, program):
-    pytest.importorskip("mujoco")  # not among the requirements
-    env = gym.make("InvertedPendulum-v5")
-    assert random_return(env) < 20
-    fork = apply(read_example("gaussian", program))
-    goal = env.spec.reward_threshold
-    learn(fork, program, f"--env InvertedPendulum-v5 {CONTROL} {NEAR[program]}", goal)
-
-
-@both
-@pytest.mark.parametrize("flag", ["", "--use_lstm"])
-def test_forces_are_chosen_and_learned_from(apply, program, flag):
-    fork = apply(read_example("gaussian", program))
-    words = f"--env MountainCarContinuous-v0 {WORDS[program]} {flag} --total_steps 5000 --xpid run"
-    status, output = run(fork / f"{program}.py", words, "--savedir", fork / "runs")
-    assert status == 0, output
-    rows = read_rows(fork / "runs" / "run")
-    assert column(rows, "entropy_loss")[-1] != 0 and column(rows, "skipped_updates")[-1] == 0
-
-
-@pytest.mark.parametrize("diff", DOCUMENTED)
-def test_a_documented_diff_applies_and_runs(apply, diff):
-    fork = apply(diff)
-    env = "PongNoFrameskip-v4"
-    for word, (package, game) in GAMES.items():
-        if word in diff:
-            pytest.importorskip(package)
-            env = game
-    program = "polybeast" if "+++ b/polybeast.py" in diff else "monobeast"
-    envs = "envs_per_actor" if program == "monobeast" else "envs_per_stream"
-    words = (
-        f"--env {env} --{envs} 2 --batch_size 2 --total_steps 400 --use_lstm --xpid run --savedir"
-    )
-    status, output = run(fork / f"{program}.py", words, fork / "runs")
-    assert status == 0, output
-    new_figures = set(re.findall(r'^\+        "(\w+)":', diff, re.M))
-    assert new_figures <= read_rows(fork / "runs" / "run")[-1].keys()
-
-
+@pytest.mark.whole
 def test_the_script_for_slurm_learns_saves_and_asks_for_its_job_again(tmp_path):
     """Slurm is not here; what it would do is done by two scripts, on this machine."""
     job = next(i for i in itertools.count(os.getpid()) if is_free(20_000 + i % 20_000))
@@ -270,9 +248,9 @@ def test_the_script_for_slurm_learns_saves_and_asks_for_its_job_again(tmp_path):
         "SLURM_JOB_NODELIST_HET_GROUP_1": "node[1-1]",
     }
     shell = ("bash", "-c", f'exec bash {ROOT}/examples/slurm.sh "$@"')  # whose $0 is Python
-    words = ("--model shallow --envs_per_stream 2 --batch_size 2 --savedir", tmp_path / "runs")
+    arguments = ("--model shallow --envs_per_stream 2 --batch_size 2 --savedir", tmp_path / "runs")
     folder = tmp_path / "runs" / f"pong-{job}"
-    with Program("PongNoFrameskip-v4", *words, prefix=shell, **environ) as script:
+    with Program(PONG, *arguments, prefix=shell, **environ) as script:
         script.wait_until(lambda: last_step(folder) > 0)
         script.process.terminate()
         status, output = script.end()

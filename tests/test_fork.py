@@ -5,10 +5,12 @@ import os
 import re
 import signal
 
-from program import TESTS, Program
+import pytest
+from program import HELPERS, Program
 
-ENV, LEARNER = TESTS / "fork_env.py", TESTS / "fork_learner.py"
-DEADLINE = 120  # seconds; it takes some ten
+pytestmark = pytest.mark.whole
+
+ENV, LEARNER = HELPERS / "fork_env.py", HELPERS / "fork_learner.py"
 
 
 def assert_nothing_left(program, folder):
@@ -18,7 +20,7 @@ def assert_nothing_left(program, folder):
 
 def test_a_fork_learns_catch_and_leaves_nothing_behind(tmp_path):
     with Program(LEARNER, "--pipes_basename", f"unix:{tmp_path}/catch") as learner:
-        status, output = learner.end(DEADLINE)
+        status, output = learner.end()
         assert status == 0, output
         assert float(re.search(r"mean return (\S+) after", output)[1]) >= 0.9, output
         assert "Error" not in output and "Traceback" not in output
@@ -29,9 +31,12 @@ def test_servers_may_be_started_by_their_own_script_and_serve_learner_after_lear
     name = ("--pipes_basename", f"unix:{tmp_path}/catch", "--num_servers 2")
     with Program(ENV, *name) as servers:
         for _ in range(2):
-            words = ("--external_servers --num_actors 4 --batch_size 4 --total_steps 500", *name)
-            with Program(LEARNER, *words) as learner:
-                status, output = learner.end(DEADLINE)
+            arguments = (
+                "--external_servers --num_actors 4 --batch_size 4 --total_steps 500",
+                *name,
+            )
+            with Program(LEARNER, *arguments) as learner:
+                status, output = learner.end()
                 assert status == 0, output
         assert servers.process.poll() is None
         servers.process.terminate()
@@ -42,12 +47,12 @@ def test_servers_may_be_started_by_their_own_script_and_serve_learner_after_lear
 def test_a_fork_whose_servers_die_ends_with_the_error(tmp_path):
     name = ("--pipes_basename", f"unix:{tmp_path}/catch", "--num_servers 2")
     with Program(ENV, *name) as servers:
-        words = ("--external_servers --num_actors 2 --total_steps 1_000_000_000", *name)
-        with Program(LEARNER, *words) as learner:
+        arguments = ("--external_servers --num_actors 2 --total_steps 1_000_000_000", *name)
+        with Program(LEARNER, *arguments) as learner:
             learner.wait_until(lambda: re.search(r"actors' steps [1-9]", learner.output))
             for pid in servers.members():
                 os.kill(pid, signal.SIGKILL)
-            status, output = learner.end(DEADLINE)
+            status, output = learner.end()
             assert status == 1, output
             assert "ConnectionError" in output and f"{tmp_path}/catch" in output, output
             learner.wait_for_members()

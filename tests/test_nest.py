@@ -61,33 +61,10 @@ def test_map_keeps_structure_and_lists_come_back_as_tuples(n):
     assert same(nest.map(lambda x: x, n), with_tuples(n))
 
 
-def test_map_applies_the_function_to_each_leaf():
-    n = {"a": (1, [2, 3]), "b": 4}
-    assert nest.map(lambda x: 10 * x, n) == {"a": (10, (20, 30)), "b": 40}
-    assert nest.map(str, 7) == "7"
-
-
-def test_map_leaves_its_argument_alone():
-    n = {"a": [1, 2], "b": {"c": 3}}
-    mapped = nest.map(lambda x: x + 1, n)
-    assert n == {"a": [1, 2], "b": {"c": 3}}
-    assert mapped is not n and mapped["b"] is not n["b"]
-    again = nest.map(lambda x: x, n)
-    again["b"]["c"] = "new"
-    assert n["b"]["c"] == 3
-
-
 def test_leaves_may_be_anything_and_stay_the_same_objects():
     leaves = [Leaf(), None, "ab", {1, 2}, np.zeros(3), torch.ones(2), b"x", Leaf, lambda: 0]
     mapped = nest.map(lambda x: x, leaves)
     assert all(a is b for a, b in zip(mapped, leaves, strict=True))
-
-
-def test_map_moves_tensors():
-    n = ({"frame": torch.zeros(2, 3, dtype=torch.uint8)}, (torch.ones(2), ()))
-    moved = nest.map(lambda t: t.to(torch.float64), n)
-    assert moved[0]["frame"].dtype == moved[1][0].dtype == torch.float64
-    assert moved[1][1] == ()
 
 
 def test_subclasses_of_tuple_and_dict_are_nests():
@@ -98,26 +75,10 @@ def test_subclasses_of_tuple_and_dict_are_nests():
     assert type(mapped) is dict and type(mapped["a"]) is tuple
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda f: nest.map(f, {"a": (1,)}),
-        lambda f: nest.map_many(f, (1,), (2,)),
-        lambda f: nest.map_many2(f, [1], [2]),
-    ],
-)
-def test_errors_of_the_function_come_through(call):
-    class Own(Exception):
-        pass
-
-    error = Own("mine")
-
-    def fail(*_):
-        raise error
-
-    with pytest.raises(Own) as caught:
-        call(fail)
-    assert caught.value is error
+def test_errors_of_the_function_come_through():
+    for call in (nest.map, nest.map_many, nest.map_many2):
+        with pytest.raises(ZeroDivisionError):
+            call(lambda *_: 1 / 0, *[{"a": (1,)}] * (1 if call is nest.map else 2))
 
 
 # ----------------------------------------------------------------------- map_many, map_many2
@@ -138,14 +99,6 @@ def test_map_many_gives_the_function_one_list():
     assert sorted(seen) == [[1, 10, 100], [2, 20, 200]]
 
 
-def test_map_many_of_one_nest():
-    assert nest.map_many(lambda leaves: leaves, (1, [2])) == ([1], ([2],))
-
-
-def test_map_many_of_bare_leaves():
-    assert nest.map_many(sum, 1, 2, 3) == 6
-
-
 def test_map_many2_gives_the_function_two_arguments():
     pairs = nest.map_many2(lambda *args: args, {"a": [1, 2], "b": ()}, {"a": (3, 4), "b": []})
     assert pairs == {"a": ((1, 3), (2, 4)), "b": ()}
@@ -160,18 +113,10 @@ def test_dicts_are_matched_by_key_whatever_their_order():
 
 DIFFERENT = [
     ((1, 1), (2, 2, 2)),
-    ((1, 1, 1), (2, 2)),
     ((1,), 2),
-    (1, (2,)),
-    ((1, (2,)), (1, 2)),
     ((1, ()), (1, 2)),
-    ((), 1),
     ((), {}),
-    ({}, 1),
-    ((1,), {"a": 1}),
     ({"a": 1}, (1,)),
-    ({"a": 1}, 1),
-    ({"a": 1, "b": 2}, {"a": 1}),
     ({"a": 1}, {"a": 1, "b": 2}),
     ({"a": 1, "b": 2}, {"a": 1, "c": 2}),
     ({"a": {"b": (1, 2)}}, {"a": {"b": (1, 2, 3)}}),
@@ -199,15 +144,6 @@ def test_flatten_returns_a_list_of_all_leaves_in_order():
     assert nest.flatten(1) == [1]
     assert nest.flatten(()) == nest.flatten({"a": [], "b": {}}) == []
     assert nest.flatten(None) == [None]
-
-
-def test_flatten_takes_dicts_in_one_order_with_map_and_front():
-    n = {"b": 1, "a": (2, 3), "c": {"e": 4, "d": 5}}
-    seen = []
-    nest.map(seen.append, n)
-    assert nest.flatten(n) == seen
-    assert sorted(seen) == [1, 2, 3, 4, 5]
-    assert nest.front(n) == seen[0]
 
 
 @pytest.mark.parametrize("n", NESTS, ids=repr)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plot.py: what becomes one curve, what the curves say, and what broken logs are answered with."""
+"""Plots: which runs become one curve, what the curves show, and how broken logs are refused."""
 
 import csv
 import json
@@ -8,12 +8,10 @@ import struct
 
 import numpy as np
 import pytest
-from program import TESTS, run
+from program import ROOT, run
 
-import experiment
-import monobeast
-import plot
-from plot import PlotError
+from beast import plot
+from beast.curves import PlotError
 
 ROWS = [{"_tick": i, "_time": 1e9 + 5 * i, "step": 1000 * i} for i in range(41)]
 
@@ -33,15 +31,9 @@ def write_run(folder, slope=1.0, rows=ROWS, meta=True, **flags):
             "command": ["/there/monobeast.py", "--seed", "1"],
             "git": {"commit": "0123456789", "changed": " M monobeast.py"},
             "versions": {"torch": "2.13.0"},
-            "machine": {
-                "host": "box",
-                "system": "Linux",
-                "cores": 8,
-                "usable_cores": 2,
-                "cpu": "Some CPU",
-            },
+            "machine": {"host": "box", "system": "Linux", "cores": 8, "usable_cores": 2}
+            | {"cpu": "Some CPU"},
             "start": "2026-11-21T13:52:01+00:00",
-            "end": None,
             "status": "running",
         }
         (folder / "meta.json").write_text(json.dumps(meta))
@@ -57,7 +49,7 @@ def draw_page(tmp_path, *words):
 
 
 def curves(tmp_path, *words):
-    return {curve["label"]: curve["figures"] for curve in draw_page(tmp_path, *words)[1]["curves"]}
+    return {curve["label"]: curve["metrics"] for curve in draw_page(tmp_path, *words)[1]["curves"]}
 
 
 def size_of_png(path):
@@ -73,18 +65,13 @@ def test_seeds_are_one_curve_with_their_mean_lowest_and_highest(tmp_path):
     runs = [write_run(tmp_path / f"run{k}", slope=k, seed=k) for k in (1, 2, 6)]
     found = curves(tmp_path, *runs)
     assert list(found) == ["Pong (3 runs)"]
-    for x_name, end in (("steps", 40_000), ("frames", 160_000), ("hours", 200 / 3600)):
+    for x_name, end in (("steps", 40_000), ("frames", 160_000), ("minutes", 200 / 60)):
         curve = found["Pong (3 runs)"]["mean_game_return"][x_name]
         assert curve["start"] == 0 and curve["end"] == pytest.approx(end)
         line = np.linspace(0, 40, len(curve["mean"]))
         for side, slope in (("mean", 3), ("low", 1), ("high", 6)):
             assert curve[side] == pytest.approx(slope * line, rel=1e-3, abs=1e-3), side
     assert set(found["Pong (3 runs)"]["entropy"]["steps"]["low"]) == {2.0}
-
-
-def test_a_single_run_has_no_band(tmp_path):
-    found = curves(tmp_path, write_run(tmp_path / "run"))
-    assert "low" not in found["Pong"]["mean_game_return"]["steps"]
 
 
 def test_other_flags_make_other_curves_which_are_named_after_them(tmp_path):
@@ -109,7 +96,8 @@ def test_labels_join_and_part_runs(tmp_path):
 def test_a_run_is_drawn_once_though_a_link_names_it_as_well(tmp_path):
     runs = [write_run(tmp_path / "a"), tmp_path / "latest"]
     runs[1].symlink_to("a")
-    assert list(curves(tmp_path, *runs)) == ["Pong"]
+    found = curves(tmp_path, *runs)
+    assert list(found) == ["Pong"] and "low" not in found["Pong"]["mean_game_return"]["steps"]
 
 
 def test_a_curve_ends_with_its_shortest_run_and_says_so(tmp_path, capsys):
@@ -127,12 +115,22 @@ def test_common_stops_all_curves_where_the_shortest_one_ends(tmp_path):
 
 
 def test_hours_leave_out_the_time_in_which_a_run_was_stopped(tmp_path):
-    rows = [r | {"_time": r["_time"] + 86_400 * (r["step"] > 20_000)} for r in ROWS]
-    curve = curves(tmp_path, write_run(tmp_path / "run", rows=rows))["Pong"]["mean_game_return"]
-    assert curve["hours"]["end"] == pytest.approx((200 - 5) / 3600)
-    rows = [r | {"_time": 300 * r["_tick"]} for r in ROWS]  # a slow one is not stopped all the time
-    curve = curves(tmp_path, write_run(tmp_path / "slow", rows=rows))["Pong"]["mean_game_return"]
-    assert curve["hours"]["end"] == pytest.approx(40 * 300 / 3600)
+    hour = [r | {"_time": 100 * r["_tick"] + 86_400 * (r["step"] > 20_000)} for r in ROWS]
+    slow = [r | {"_time": 300 * r["_tick"]} for r in ROWS]  # which is not stopped all the time
+    for name, rows, end in (("run", hour, 39 * 100), ("slow", slow, 40 * 300)):
+        curve = curves(tmp_path, write_run(tmp_path / name, rows=rows))["Pong"]["mean_game_return"]
+        assert curve["hours"]["end"] == pytest.approx(end / 3600)
+
+
+def test_the_x_axes_are_those_that_say_most(tmp_path):
+    rows = [r | {"_time": 100 * r["_tick"]} for r in ROWS]  # more than an hour
+    long, short = write_run(tmp_path / "a", rows=rows), write_run(tmp_path / "b", frame_skip=1)
+    assert list(draw_page(tmp_path, long)[1]["x_axes"]) == ["steps", "frames", "hours"]
+    assert list(draw_page(tmp_path, short)[1]["x_axes"]) == ["steps", "minutes"]
+    data = draw_page(tmp_path, short, "--x", "minutes,hours")[1]
+    assert list(data["x_axes"]) == list(data["limits"]) == ["minutes", "hours", "steps"]
+    with pytest.raises(PlotError, match="--x is days; it must be some of steps,frames,minutes,"):
+        draw_page(tmp_path, short, "--x", "days")
 
 
 def test_long_logs_are_averaged_not_sampled(tmp_path):
@@ -160,20 +158,7 @@ def test_what_is_not_a_number_is_left_out(tmp_path, capsys):
     assert kl["kl"]["steps"]["start"] == 2000 and 2.4 < max(kl["kl"]["steps"]["mean"]) <= 2.5
 
 
-def test_what_a_run_writes_can_be_drawn(tmp_path):
-    words = f"--savedir {tmp_path} --xpid real --seed 1 --disable_cuda".split()
-    flags = monobeast.parser.parse_args(words)
-    with experiment.Experiment(flags) as folder:
-        folder.start_logs(0)
-        for step in (0, 100, 250):
-            folder.log(step, {"mean_game_return": step / 10 or None, "ess": 0.5}, {})
-    page, data = draw_page(tmp_path, tmp_path / "real")
-    assert {"mean_game_return", "ess", "steps_per_second"} <= data["panels"].keys()
-    assert data["curves"][0]["label"] == "PongNoFrameskip-v4"
-    assert experiment._describe_run(flags)["git"]["commit"][:7] in page
-
-
-@pytest.mark.parametrize("path", sorted((TESTS.parent / "benchmarks/results").glob("*pong*.csv")))
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("*pong*.csv")))
 def test_published_logs_can_be_drawn(tmp_path, path):
     curve = curves(tmp_path, path)[path.stem]
     assert {"mean_game_return", "policy_lag_mean", "grad_norm", "entropy_loss"} <= curve.keys()
@@ -188,7 +173,7 @@ def test_a_picture_and_a_page_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plot.main(["run"])
     width, height = size_of_png(tmp_path / "curves.png")
-    plot.main([str(run_folder), "--out", "one.png", "--x", "steps", "--figures", ""])
+    plot.main([str(run_folder), "--out", "one.png", "--x", "steps", "--metrics", ""])
     small_width, small_height = size_of_png(tmp_path / "one.png")
     assert small_width < width and small_height < height
     plot.main(["run", "--out", "picture.svg"])
@@ -208,17 +193,8 @@ def test_the_page_shows_flags_commit_and_machine(tmp_path):
     page, _ = draw_page(tmp_path, run_folder)
     text = re.sub(r"<[^>]*>", " ", page)
     for words in (
-        "learning_rate  0.0123",
-        "0123456 + changes",
+        *("learning_rate  0.0123", "0123456 + changes"),
         "box: 2 of 8 cores of Some CPU, no GPU, Linux",
-    ):
-        assert words in text
-    for words in (
-        *(
-            "learning_rate  0.0123",
-            "0123456 + changes",
-            "box: 2 of 8 cores of Some CPU, no GPU, Linux",
-        ),
         *("/there/monobeast.py --seed 1", "torch 2.13.0", str(run_folder), "2026-11-21 13:52"),
     ):
         assert words in text
@@ -235,21 +211,19 @@ def test_labels_cannot_break_the_page(tmp_path):
     assert label not in page and page.count("<script") == 2
 
 
-def test_the_figures_below_can_be_chosen(tmp_path):
+def test_the_metrics_below_can_be_chosen(tmp_path):
     run_folder = write_run(tmp_path / "run", rows=[r | {"kl": 1} for r in ROWS])
-    _, data = draw_page(tmp_path, run_folder, "--figures", "kl")
+    _, data = draw_page(tmp_path, run_folder, "--metrics", "kl")
     assert list(data["panels"]) == ["mean_game_return", "kl"]
     with pytest.raises(PlotError, match="no run has ess, but there are kl, mean_game_return"):
-        draw_page(tmp_path, run_folder, "--figures", "kl,ess")
-    with pytest.raises(PlotError, match="--x is minutes; it must be some of steps,frames,hours"):
-        draw_page(tmp_path, run_folder, "--x", "minutes")
+        draw_page(tmp_path, run_folder, "--metrics", "kl,ess")
 
 
 def test_without_matplotlib_there_is_the_page(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('none here')")
     out = tmp_path / "out"
-    words = (write_run(tmp_path / "run"), "--out", out)
-    status, output = run(TESTS.parent / "plot.py", *words, PYTHONPATH=str(tmp_path))
+    words = ("beast.plot", write_run(tmp_path / "run"), "--out", out)
+    status, output = run("-m", *words, cwd=ROOT, PYTHONPATH=str(tmp_path))
     assert status == 1 and "pictures need matplotlib: pip install" in output
     assert "Traceback" not in output
     assert (tmp_path / "out.html").exists() and not (tmp_path / "out.png").exists()
@@ -268,7 +242,7 @@ HEADER = "_tick,_time,step,mean_game_return\n"
         (HEADER.encode(), "has nothing to draw yet"),
         (f"{HEADER}0,1.0,0,\n".encode(), "has nothing to draw yet"),
         (f"{HEADER}0,1.0,0,\n1,6.0,0,\n".encode(), "has nothing to draw yet"),
-        (f"{HEADER}0,1.0,0,\n1,6.0,9,\n".encode(), "nothing to draw yet: no figure has two values"),
+        (f"{HEADER}0,1.0,0,\n1,6.0,9,\n".encode(), "nothing to draw yet: no column has two values"),
         (f"{HEADER}0,1.0,0,\n1,6.\n2,8.0,9,1\n".encode(), "line 3 has 2 fields"),
         (f"{HEADER}0,1.0,0,\n1,6.0,x,\n2,8.0,9,\n".encode(), "column step.*'x'"),
         (f"{HEADER}0,1.0,5,\n1,6.0,9,\n2,8.0,3,\n".encode(), "do not grow after line 3"),
@@ -296,15 +270,15 @@ def test_a_line_that_is_half_written_does_not_count(tmp_path):
 def test_missing_and_broken_files_are_named(tmp_path):
     run_folder = write_run(tmp_path / "run")
     (run_folder / "meta.json").write_text('{"flags": {"env"')
-    status, output = run(TESTS.parent / "plot.py", run_folder, "--out", tmp_path / "page.html")
-    assert status == 1 and "cannot read" in output and "meta.json" in output
+    with pytest.raises(PlotError, match="cannot read .*meta.json"):
+        draw_page(tmp_path, run_folder)
     (run_folder / "logs.csv").unlink()
-    status, output = run(TESTS.parent / "plot.py", run_folder, "--out", tmp_path / "page.html")
-    assert status == 1 and f"there is no {run_folder}/logs.csv" in output
-    assert "Traceback" not in output and not list(tmp_path.glob("page*"))
-    path = tmp_path / "gone" / "page.html"
-    status, output = run(TESTS.parent / "plot.py", write_run(tmp_path / "good"), "--out", path)
-    assert status == 1 and "Traceback" not in output and str(path) in output
+    with pytest.raises(PlotError, match=f"there is no {run_folder}/logs.csv"):
+        draw_page(tmp_path, run_folder)
+    assert not list(tmp_path.glob("page*"))
+    words = ("beast.plot", write_run(tmp_path / "good"), "--out", tmp_path / "gone" / "page.html")
+    status, output = run("-m", *words, cwd=ROOT)
+    assert status == 1 and "Traceback" not in output and str(words[-1]) in output
 
 
 def test_copies_of_a_log_bring_their_meta_file_along(tmp_path, capsys):

@@ -1,33 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """What polybeast_env.py promises: as a program, asked by a client in Python."""
 
-import argparse
 import contextlib
 import json
 import os
-import pathlib
 import re
-import runpy
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import catch_env
 import gymnasium as gym
 import numpy as np
 import pytest
-from program import Program
-from stream import DEADLINE, EnvironmentFailed, Stream
+from program import HELPERS, ROOT, Program
+from stream import EnvironmentFailed, Stream
 
 import polybeast_env
-from environment import Environments, space_from_dict
-from servers import consecutive_addresses
+from beast import server_processes
+from beast.environments import Environments
 
-REPO = pathlib.Path(__file__).parent.parent
-ATARI = REPO / "polybeast_env.py"
-CATCH = REPO / "tests" / "catch_env.py"
+ATARI, CATCH = ROOT / "polybeast_env.py", HELPERS / "catch_env.py"
 
 
 def wait_for_servers(program, *addresses, times=1):
@@ -57,21 +50,6 @@ def choose(t, num_envs):
     return np.full(num_envs, t % 3)
 
 
-# ------------------------------------------------------------------------------------- addresses
-
-
-def test_servers_have_consecutive_ports():
-    addresses = consecutive_addresses("some.host:50051", 3)
-    assert addresses == ["some.host:50051", "some.host:50052", "some.host:50053"]
-    assert consecutive_addresses("[::1]:7", 2) == ["[::1]:7", "[::1]:8"]
-    assert consecutive_addresses("0.0.0.0:65535", 1) == ["0.0.0.0:65535"]
-
-
-def test_sockets_of_several_servers_are_numbered():
-    assert consecutive_addresses("unix:/a/b", 1) == ["unix:/a/b"]
-    assert consecutive_addresses("unix:/a/b", 2) == ["unix:/a/b.0", "unix:/a/b.1"]
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [("--server_address nonsense", "'nonsense' should be host:port or unix:/path"),
@@ -85,50 +63,6 @@ def test_bad_flags_are_refused_by_name(flags, message):
     with pytest.raises(SystemExit) as error:
         polybeast_env.main(flags.split())
     assert str(error.value).startswith("polybeast_env.py: ") and message in str(error.value)
-
-
-# ----------------------------------------------------------------------------------- environments
-
-
-def test_create_env_plays_whole_games_in_test_mode():
-    create_env = runpy.run_path(str(ATARI))["create_env"]  # catch_env has replaced the other one
-    flags = polybeast_env.parser.parse_args(["--env", "BreakoutNoFrameskip-v4"])
-    names = [str(create_env(flags))]
-    for mode in ("train", "test"):
-        names.append(str(create_env(argparse.Namespace(**vars(flags), mode=mode))))
-    assert ["EpisodicLife" in name for name in names] == [True, True, False]
-
-
-WITHOUT_TORCH = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "tensorboard", "tqdm", "nest") or name.endswith("._C"):
-            raise ImportError("there is no " + name)
-sys.meta_path.insert(0, Blocker())
-sys.path[:0] = sys.argv[1:]
-import numpy, os, queue, threading
-import polybeast_env
-assert "grpc" not in sys.modules  # for it is not to be there before processes start
-flags = polybeast_env.parser.parse_args(["--seed", "3", "--envs_per_stream", "2"])
-started = queue.SimpleQueue()
-args = (flags, "127.0.0.1:0", (), started.put)
-threading.Thread(target=polybeast_env.serve, args=args, daemon=True).start()
-from stream import Stream
-with Stream(started.get(), newest_frame_only=1) as stream:
-    assert stream.handshake.stack_size == 4
-    for _ in range(3):
-        frame = stream.step(numpy.array([0, 2]))["frame"]
-    assert frame.shape == (2, 4, 84, 84) and frame.any()
-assert not {"torch", "libtorchbeast._C"} & sys.modules.keys()
-os._exit(0)  # this client of grpcio's now and then waits for ever when the interpreter finalizes
-"""
-
-
-def test_pong_is_served_without_torch_and_without_a_compiled_part():
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(REPO), str(REPO / "tests")]
-    result = subprocess.run(command, timeout=DEADLINE, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
 
 
 # ---------------------------------------------------------------------------- a program that serves
@@ -152,20 +86,6 @@ def test_each_server_is_a_process_behind_all_others(catch):
     }
 
 
-def test_handshake_tells_spaces_and_number_of_environments(catch):
-    _, addresses = catch
-    env = catch_env.Echo()
-    for address in addresses:
-        with Stream(address) as stream:
-            assert stream.handshake.num_envs == 8  # --envs_per_stream
-            spaces = json.loads(stream.handshake.spaces)
-            assert space_from_dict(spaces["observation"]) == env.observation_space
-            assert space_from_dict(spaces["action"]) == env.action_space
-        with Stream(address, num_envs=3) as stream:
-            assert stream.handshake.num_envs == 3
-            assert stream.row["frame"].shape == (3, 3)
-
-
 def test_time_limits_come_over_the_wire(catch):
     _, addresses = catch
     with Stream(addresses[1], num_envs=2) as stream:
@@ -176,15 +96,6 @@ def test_time_limits_come_over_the_wire(catch):
     assert [row["episode_return"][0] for row in rows[6:]] == [21, 28, 28, 1]
 
 
-def test_action_out_of_range_ends_only_that_stream(catch):
-    _, addresses = catch
-    with Stream(addresses[0], num_envs=2) as other:
-        with Stream(addresses[0], num_envs=2) as stream:
-            with pytest.raises(EnvironmentFailed, match="the action is 3; it must be from 0 to 2"):
-                stream.step(np.array([0, 3]))
-        other.step(choose(0, 2))
-
-
 def test_server_that_is_killed_is_started_anew(catch):
     program, addresses = catch
     victim, survivor = servers(program)
@@ -192,15 +103,21 @@ def test_server_that_is_killed_is_started_anew(catch):
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(Exception, match="UNAVAILABLE"):
             stream.step(choose(0, 8))
-        message = (
-            f"the server of {addresses[0]} ended, killed by SIGKILL; it is started anew in 1 s"
-        )
+        message = f"the server of {addresses[0]} ended, killed by SIGKILL; restarting it in 1 s"
         wait_for_servers(program, addresses[0], times=2)
         assert message in program.output
         other.step(choose(0, 8))
     assert survivor in servers(program) and victim not in servers(program)
     with Stream(addresses[0]) as stream:
         stream.step(choose(0, 8))
+
+
+def test_flags_of_the_learner_hold_where_none_are_given():
+    given = {"env": "Breakout", "frame_skip": 2, "max_pool": False, "unknown": 1}
+    words = ["--frame_skip", "3", "--learner_flags", json.dumps(given)]
+    flags = server_processes.parse_flags(polybeast_env.parser, words)
+    assert (flags.env, flags.frame_skip, flags.max_pool) == ("Breakout", 3, False)
+    assert flags.envs_per_stream == 8 and not hasattr(flags, "unknown")
 
 
 # -------------------------------------------------------------------------------- how it may end
@@ -239,7 +156,7 @@ def test_no_process_and_no_socket_is_left(tmp_path, how):
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("what", ["--env", "port", "create_env", "path"])
+@pytest.mark.parametrize("what", ["--env", "port", "create_env", "step", "path"])
 def test_what_cannot_be_served_ends_it_with_a_reason(tmp_path, what):
     with contextlib.ExitStack() as stack:
         address = f"unix:{tmp_path}/socket"
@@ -258,6 +175,9 @@ def test_what_cannot_be_served_ends_it_with_a_reason(tmp_path, what):
         elif what == "create_env":
             arguments = ["--env", "Nonsense"]
             message = "cannot create environment 0: KeyError: 'Nonsense'"
+        elif what == "step":
+            arguments = ["--env", "Old"]
+            message = "step 1: .* the old Gym API: return terminated and truncated"
         else:
             address = f"unix:{tmp_path}/no/socket"
             message = f"cannot serve on {address}.[01]: No such file or directory"
@@ -266,6 +186,7 @@ def test_what_cannot_be_served_ends_it_with_a_reason(tmp_path, what):
         program.wait_for_members()
         assert status == 1
         assert re.search(f"(?m)^polybeast_env.py: .*{message}", output), output
+        assert "Traceback" not in output and "chttp2" not in output, output  # nor lines of gRPC
     assert not list(tmp_path.iterdir())
 
 
@@ -296,8 +217,8 @@ def test_seed_decides_what_is_played(tmp_path):
     ) as program:
         wait_for_servers(program, address)
         boards = []
-        for wishes in ({}, {}, {"seed": "1,2"}, {"seed": "1,2"}):
-            with Stream(address, num_envs=20, **wishes) as stream:
+        for options in ({}, {}, {"seed": "1,2"}, {"seed": "1,2"}):
+            with Stream(address, num_envs=20, **options) as stream:
                 boards.append(stream.row["frame"].tolist())
     # By default each stream of each server, and of each life of it, plays games of its own.
     for stream, board in enumerate(boards[:2]):

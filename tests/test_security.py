@@ -3,11 +3,9 @@
 
 import argparse
 import contextlib
-import os
 import re
 import shutil
 import socket
-import stat
 import subprocess
 
 import catch_poly  # noqa: F401 - it makes the polybeast of this process play Catch
@@ -15,47 +13,38 @@ import grpc
 import numpy as np
 import pytest
 from counting import Counting, ServerThread, free_address
-from program import TESTS, Program, last_step, run, wait_until
+from program import HELPERS, ROOT, Program, last_step, run, wait_until
 from stream import DEADLINE, Stream, serving
 from test_actor_pool import Rig, act_zero
-from test_server import Counted, Old, array, leaf, refusal
+from test_server import Counted, Old, leaf, refusal
 
-import credentials
 import polybeast
 import polybeast_env
-import servers
-from environment import EnvError
-from experiment import FlagError
+from beast import credentials, server_processes, servers
+from beast.errors import EnvError, FlagError
 from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher, Server, query_server, wire
 from libtorchbeast import rpcenv_pb2 as pb
 from libtorchbeast import server as server_module
 from libtorchbeast.access import is_local
 
-REPO = TESTS.parent
-CATCH, CATCH_SERVER = TESTS / "catch_poly.py", TESTS / "catch_env.py"
+CATCH, CATCH_SERVER = HELPERS / "catch_poly.py", HELPERS / "catch_env.py"
 ANY_PORT = "127.0.0.1:0"
 TOKEN = "correct-horse-battery-staple"
 
 
-def make_certificates(folder, days=365):
-    subprocess.run(
-        ["sh", REPO / "make_certificates.sh", folder, "localhost"],
-        check=True, capture_output=True, env=os.environ | {"DAYS": str(days)},
-    )  # fmt: skip
+def make_certificates(folder):
+    command = ["sh", ROOT / "scripts" / "make_certificates.sh", folder, "localhost"]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Folders of certificates: own, strange (of another authority), expired (of our own)."""
+    """Folders of certificates: own, strange (of another authority)."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl to make certificates with")
     root = tmp_path_factory.mktemp("certificates")
     make_certificates(root / "own")
     make_certificates(root / "strange")
-    (root / "expired").mkdir()
-    for name in ("ca.pem", "ca.key"):
-        shutil.copy(root / "own" / name, root / "expired" / name)
-    make_certificates(root / "expired", days=-1)
     (root / "token").touch(mode=0o600)
     (root / "token").write_text(TOKEN + "\n")
     return root
@@ -109,58 +98,36 @@ def test_tls_and_token_work_with_the_learners_core(folders, tmp_path, start, add
     assert query_server(server.address, 3, **access)["num_envs"] == 3
     rig = start(Rig([server.address] * 2, act_zero, (), **access))
     rig.columns(4)
-    assert servers.query_servers([server.address], None, flags=flags[1])["num_envs"] == 1
 
 
 LEARNER, SERVER = "own/learner", "own/server"
-TROUBLES = {
-    "wrong authority here": ((SERVER,), (LEARNER, "strange"), "this learner refuses the "
-                             "certificate of .*{}.*local issuer.*this learner's --tls_ca"),
-    "wrong authority there": ((SERVER,), ("strange/learner", "own"),
-                              "{} refuses the certificate of this learner.*strange/learner.pem "
-                              r"\(unable to get local issuer certificate\).*server's --tls_ca"),
-    "server expired": (("expired/server",), (LEARNER,), "{}: certificate has expired; make it "),
-    "learner expired": ((SERVER,), ("expired/learner",), r"{} refuses.*learner.pem \(certificate "
-                        "has expired"),
-    "a server's for a learner's": ((SERVER,), (SERVER,), r"{} refuses.*unsuitable certificate pu"),
-    "a learner's for a server's": ((LEARNER,), (LEARNER,), "unsuitable .*must be a server's"),
-    "learner without TLS": ((SERVER,), (), "{} wants TLS: give this learner --tls_cert"),
-    "server without TLS": ((), (LEARNER,), "{} speaks no TLS: start it with --tls_cert"),
-    "token wrong": (("", "", "token"), ("", "", "other"), "refused by the environment server at "
-                    "{}: this server asks for a token, but the learner has another one: give"),
-    "token missing": (("", "", "token"), (), "{}: .* asks for a token, but the learner has none"),
-    "token wrong in TLS": ((SERVER, "", "token"), (LEARNER, "", "other"), "{}: .* another one"),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TROUBLES)
-def test_a_refused_learner_is_told_why_and_ends(folders, monkeypatch, name):
-    theirs, ours, message = TROUBLES[name]
-    (folders / "other").touch(mode=0o600)
-    (folders / "other").write_text("incorrect-horse-battery-staple")
-    monkeypatch.setattr(servers, "CONNECT_TIMEOUT", 1)
+@pytest.mark.parametrize(
+    ("theirs", "ours", "message"),
+    [((SERVER,), (LEARNER, "strange"), "(?i)ssl|handsh|cert"),  # they are of another authority
+     ((SERVER,), ("strange/learner", "own"), "(?i)ssl|handsh|cert|closed|reset"),  # we are
+     ((SERVER,), (), "closed|reset|settings"),  # only they have TLS
+     ((), (LEARNER,), "(?i)ssl|handsh|wrong.version")],  # only we have
+)  # fmt: skip
+def test_a_failed_handshake_is_reported_as_grpc_does(folders, theirs, ours, message):
+    access = credentials.load(as_flags(folders, *ours))
     with serving(Old, ANY_PORT, **credentials.load(as_flags(folders, *theirs))) as address:
-        message = "(?s)no environment server can be used: .*" + message.format(address)
-        with pytest.raises(EnvError, match=message):
-            servers.query_servers([address], None, flags=as_flags(folders, *ours))
+        with pytest.raises(TimeoutError, match=message):
+            query_server(address, connect_timeout_s=1, **access)
 
 
-def test_a_certificate_that_does_not_name_the_host_says_how_to_make_one(folders):
-    access = credentials.load(as_flags(folders, "own/server"))
-    with serving(Old, "127.0.0.2:0", **access) as address:
-        message = credentials.explain_refusal(address, as_flags(folders, "own/learner"))
-    assert "not valid for '127.0.0.2'" in message and "make_certificates.sh" in message
-
-
-def test_one_server_that_refuses_does_not_keep_the_learner_from_the_others(folders, caplog):
+def test_a_learner_that_no_server_takes_ends_and_one_good_server_is_enough(folders, caplog):
+    message = "refused by the environment server at {}: .* the learner has another one"
+    access = {"auth_token": TOKEN}
     with (
         serving(Old, ANY_PORT, auth_token="another") as strange,
         serving(Old, ANY_PORT, auth_token=TOKEN) as good,
     ):
-        flags = as_flags(folders, token_file="token")
-        assert servers.query_servers([strange, good], None, flags=flags)["num_envs"] == 1
-    message = f"refused by the environment server at {strange}: .* the learner has another one"
-    assert re.search(message, caplog.text)
+        assert servers.query_servers([strange, good], None, credentials=access)["num_envs"] == 1
+        assert re.search(message.format(strange), caplog.text)
+        with pytest.raises(EnvError, match=f"no .* can be used: {message.format(strange)}"):
+            servers.query_servers([strange], None, credentials=access)
 
 
 @pytest.mark.parametrize("reconnect", [False, True])
@@ -176,30 +143,38 @@ def test_actors_that_are_refused_say_so(start, reconnect):
             rig.running.result()
 
 
-def test_actors_whose_tls_fails_say_what_grpc_says(folders, start):
-    server = start(ServerThread(Counting, **credentials.load(as_flags(folders, "own/server"))))
-    access = credentials.load(as_flags(folders, "own/learner", "strange"))
-    with pytest.raises(
-        TimeoutError, match=f"{server.address} within 1.0 s: .*(?i:ssl|handsh|cert)"
-    ):
-        query_server(server.address, connect_timeout_s=1, **access)
-
-
 def test_a_stranger_has_nothing_made_and_does_not_fill_the_log(caplog):
     with serving(Counted, ANY_PORT, auth_token=TOKEN) as address:
-        for wishes in ({}, {"auth_token": TOKEN[:-1]}, {"auth_token": TOKEN + "x"}, {}, {}):
-            code, details = refusal(address, num_envs=4000, **wishes)
+        for options in ({}, {"auth_token": TOKEN[:-1]}, {"auth_token": TOKEN + "x"}, {}, {}):
+            code, details = refusal(address, num_envs=4000, **options)
             assert code == grpc.StatusCode.UNAUTHENTICATED and TOKEN not in details
         with Stream(address, auth_token=TOKEN):
             assert Counted.alive == 1
-    message = r"refused 1 stream\(s\) without this server's token, most recently of ipv4:127.0.0.1"
+    message = r"refused 1 stream\(s\) without this server's token, most recently from ipv4"
     assert len(re.findall(message, caplog.text)) == 1
     assert TOKEN not in caplog.text
 
 
-def test_a_token_that_nobody_asks_for_does_no_harm():
-    with serving(Old, ANY_PORT) as address:
-        assert query_server(address, auth_token=TOKEN)["num_envs"] == 1
+def test_headers_that_are_not_utf8_do_not_fill_the_log(caplog):
+    def length_and(text):
+        return bytes([len(text)]) + text
+
+    fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":authority", b"server")]
+    fields += [(b":path", b"/rpcenv.RPCEnvServer/StreamingEnv"), (b"te", b"trailers")]
+    fields += [(b"content-type", b"application/grpc")]
+    fields += [(f"x{i}".encode(), b"\xff") for i in range(180)]
+    headers = b"".join(b"\0" + length_and(name) + length_and(text) for name, text in fields)
+    hello = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+    with serving(Old, ANY_PORT, auth_token=TOKEN) as address:
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), DEADLINE) as connection:
+            head = len(headers).to_bytes(3, "big") + bytes([1, 5, 0, 0, 0, 1])
+            connection.sendall(hello + head + headers)
+            connection.makefile("rb").read(1)
+            wait_until(lambda: "ERROR of gRPC, 1 of this kind: Invalid encoding" in caplog.text)
+            with pytest.raises(ConnectionRefusedError):  # by now all those headers were read
+                query_server(address)
+    assert len(caplog.text) < 3000 and "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -219,54 +194,24 @@ def test_credentials_that_are_none_are_refused_by_the_core(access, message):
 # ------------------------------------------------------------------------------------------- flags
 
 
-def spoil(folder, what):
-    """Spoil one of the files in `folder`; return what is said of it."""
-    key = (folder / "server.key").read_text()
-    if what == "missing":
-        (folder / "server.key").unlink()
-        return "cannot read --tls_key .*server.key: No such file"
-    if what == "a folder":
-        (folder / "ca.pem").unlink()
-        (folder / "ca.pem").mkdir()
-        return "cannot read --tls_ca .*ca.pem: Is a directory"
-    if what == "empty":
-        (folder / "server.pem").write_text("\n")
-        return "--tls_cert .*server.pem is empty"
-    if what == "bytes":
-        (folder / "server.key").write_bytes(bytes(range(256)))
-        return "--tls_key .*server.key should hold ASCII"
-    if what == "not PEM":
-        (folder / "ca.pem").write_text("certainly\n")
-        return "--tls_ca .*ca.pem is no PEM file of a CERTIFICATE"
-    if what == "swapped":
-        (folder / "server.key").write_text((folder / "server.pem").read_text())
-        return "--tls_key .*server.key is no PEM file of a PRIVATE KEY"
-    if what == "of another certificate":
-        (folder / "server.key").write_text((folder / "learner.key").read_text())
-        return "--tls_key .*server.key is not the key of the certificate in --tls_cert .*server.pem"
-    if what == "torn":
-        (folder / "server.key").write_text(key[:100])
-        return "cannot use --tls_cert .*server.pem with --tls_key .*server.key"
-    if what == "encrypted":
-        subprocess.run(
-            ["openssl", "pkey", "-in", folder / "server.key", "-aes128", "-passout", "pass:secret",
-             "-out", folder / "locked.key"], check=True,
-        )  # fmt: skip
-        (folder / "locked.key").rename(folder / "server.key")
-        return "--tls_key .*server.key is encrypted.*openssl pkey"
-    if what == "token empty":
-        (folder / "token").write_text(" \n")
-        return "--auth_token_file .*token is empty"
-    if what == "token of two lines":
-        (folder / "token").write_text("one\ntwo\n")
-        return "--auth_token_file .*token should hold one line .*openssl rand"
-    raise AssertionError(what)
-
-
-SPOILED = [
-    "missing", "a folder", "empty", "bytes", "not PEM", "swapped", "of another certificate", "torn",
-    "encrypted", "token empty", "token of two lines",
-]  # fmt: skip
+SPOILED = {  # what is done to the files, and what is said
+    "missing": (lambda f: (f / "server.key").unlink(), "cannot read --tls_key .*: No such file"),
+    "empty": (lambda f: (f / "server.pem").write_text("\n"), "--tls_cert .*server.pem is empty"),
+    "bytes": (lambda f: (f / "server.key").write_bytes(bytes(range(256))),
+              "--tls_key .*server.key should hold ASCII"),
+    "not PEM": (lambda f: (f / "ca.pem").write_text("yes"), "--tls_ca .* is no PEM file of a CERT"),
+    "swapped": (lambda f: shutil.copy(f / "server.pem", f / "server.key"),
+                "--tls_key .*server.key is no PEM file of a PRIVATE KEY"),
+    "of another certificate": (lambda f: shutil.copy(f / "learner.key", f / "server.key"),
+                               "--tls_key .* is not the key of the certificate in --tls_cert "),
+    "torn": (lambda f: (f / "server.key").write_text((f / "server.key").read_text()[:100]),
+             "cannot use --tls_cert .*server.pem with --tls_key .*server.key"),
+    "encrypted": (lambda f: (f / "server.key").write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----"),
+                  "--tls_key .*server.key is encrypted.*openssl pkey"),
+    "token empty": (lambda f: (f / "token").write_text(" \n"), "--auth_token_file .* is empty"),
+    "token of two lines": (lambda f: (f / "token").write_text("one\ntwo\n"),
+                           "--auth_token_file .*token should hold one line .*openssl rand"),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -274,8 +219,8 @@ def nothing_starts(monkeypatch):
     def start(*args, **kwargs):
         raise AssertionError("something was started")
 
-    monkeypatch.setattr(servers, "keep_serving", start)
-    monkeypatch.setattr(polybeast, "train_on", start)
+    monkeypatch.setattr(server_processes, "supervise", start)
+    monkeypatch.setattr(servers, "connect", start)
 
 
 @pytest.mark.parametrize("what", SPOILED)
@@ -285,7 +230,8 @@ def test_a_file_that_cannot_be_used_is_named_before_anything_starts(
     folder = tmp_path / "own"
     shutil.copytree(folders / "own", folder)
     shutil.copy(folders / "token", folder / "token")
-    message = spoil(folder, what)
+    spoil, message = SPOILED[what]
+    spoil(folder)
     words = as_words(as_flags(tmp_path, "own/server", token_file="own/token"))
     with pytest.raises(FlagError, match=message):
         polybeast.main(["--server_addresses", "a:1", "--savedir", str(tmp_path / "runs"), *words])
@@ -294,15 +240,12 @@ def test_a_file_that_cannot_be_used_is_named_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("left_out", ["tls_cert", "tls_key", "tls_ca"])
-def test_tls_takes_three_files(folders, tmp_path, nothing_starts, left_out):
-    flags = as_flags(folders, "own/server")
-    setattr(flags, left_out, None)
-    message = f"go together, but there is no --{left_out}"
-    with pytest.raises(SystemExit, match=message):
-        polybeast_env.main(as_words(flags))
-    with pytest.raises(FlagError, match=message):
-        polybeast.main(["--server_addresses", "a:1", "--savedir", str(tmp_path), *as_words(flags)])
+def test_tls_takes_three_files(folders):
+    for left_out in ("tls_cert", "tls_key", "tls_ca"):
+        flags = as_flags(folders, "own/server")
+        setattr(flags, left_out, None)
+        with pytest.raises(ValueError, match=f"go together, but there is no --{left_out}"):
+            credentials.load(flags)
 
 
 @pytest.mark.parametrize("name", ["own/server.key", "token"])
@@ -321,26 +264,6 @@ def test_a_token_that_can_be_guessed_is_warned_of(tmp_path, caplog):
     (tmp_path / "short").write_text("secret")
     assert credentials.load(as_flags(tmp_path, token_file="short"))["auth_token"] == "secret"
     assert "can be guessed" in caplog.text
-
-
-class Started(Exception):
-    """Servers were to be started."""
-
-
-def test_servers_started_here_are_in_a_private_folder_and_need_no_credentials(
-    folders, tmp_path, monkeypatch
-):
-    def start(command, **kwargs):
-        (address,) = [word for word in command if word.startswith("unix:")]
-        folder = os.path.dirname(address.removeprefix("unix:"))
-        assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
-        assert not [word for word in command if "tls" in word or "token" in word]
-        raise Started
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    words = as_words(as_flags(folders, "own/learner", token_file="token"))
-    with pytest.raises(Started):
-        polybeast.main(["--env", "Catch", "--savedir", str(tmp_path), *words])
 
 
 # ----------------------------------------------------------------------------------- where to serve
@@ -373,11 +296,6 @@ def test_servers_serve_everywhere_where_that_is_wanted_or_safe(access):
         port = address.rpartition(":")[2]
         token = access.get("auth_token")
         assert query_server(f"127.0.0.1:{port}", auth_token=token)["num_envs"] == 1
-
-
-def test_a_learner_starts_no_servers_that_others_can_reach(tmp_path, nothing_starts):
-    with pytest.raises(FlagError, match="--pipes_basename 0.0.0.0:5000 may be reached from other"):
-        polybeast.main(["--savedir", str(tmp_path), "--pipes_basename", "0.0.0.0:5000"])
 
 
 # ------------------------------------------------------------------------------------------- limits
@@ -419,15 +337,6 @@ def test_actions_have_a_largest_size(size, code):
 def test_actions_have_a_largest_width(nest):
     with pytest.raises(ValueError, match="more than 1000 items"):
         wire.decode_actions(pb.Action(action=nest).SerializeToString(), 1, None)
-
-
-def test_what_is_said_of_a_bad_action_is_short():
-    nest = pb.Nest(
-        keys=["key" * 1000] * 1000, items=[pb.Nest(array=array(shape=(1,), data=bytes(8)))]
-    )
-    with pytest.raises(ValueError, match="1 items for the keys") as error:
-        wire.decode_actions(pb.Action(action=nest).SerializeToString(), 1, None)
-    assert len(str(error.value)) < 300
 
 
 def test_messages_that_grow_when_they_are_read_are_refused():
@@ -515,6 +424,6 @@ def test_the_whole_program_trains_over_tls_with_a_token(folders, tmp_path):
 
 @pytest.mark.timeout(600)
 def test_hundreds_of_hostile_streams_neither_crash_a_server_nor_disturb_its_learner():
-    status, output = run(REPO / "benchmarks" / "hostile.py", "--streams 300")
+    status, output = run(ROOT / "campaigns" / "hostile.py", "--streams 300")
     assert status == 0, output
     assert "300 streams in" in output

@@ -1,33 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C, once and twice, in every state of both programs: how soon, what status, what is left."""
+"""How both programs end, whatever they are doing: with which status, and what they leave.
+
+Stop signals to a run that simply learns, one after the other, are in test_programs.py.
+"""
 
 import os
-import pathlib
 import signal
+import subprocess
 import time
 
 import pytest
-from program import Program, last_step, run, shared_memory, wait_until
+from program import HELPERS, Program, last_step, run, shared_memory, traces, wait_until
 
-TESTS = pathlib.Path(__file__).parent
-PROGRAMS = {"monobeast": TESTS / "catch.py", "polybeast": TESTS / "catch_poly.py"}
-SOON = 30  # seconds; 10 will do, where nothing else wants the cores
+pytestmark = pytest.mark.whole
+
+SCRIPTS = {"mono": HELPERS / "catch.py", "poly": HELPERS / "catch_poly.py"}
+SMALL = {
+    "mono": "--num_actors 2 --envs_per_actor 2 --batch_size 4",
+    "poly": "--num_servers 2 --envs_per_stream 2 --batch_size 4",
+}
 TRAIN = "--env Catch --xpid run --total_steps 1000000000 --savedir"
+TEST = "--mode test --num_episodes 100000000 --savedir"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Folders of short runs, by program."""
     folders = {}
-    for name, script in PROGRAMS.items():
+    for name, script in SCRIPTS.items():
         folders[name] = tmp_path_factory.mktemp(name)
-        status, output = run(script, "--env Catch --xpid run --total_steps 1000 --savedir",
-                             folders[name])  # fmt: skip
+        arguments = "--env Catch --xpid run --total_steps 100 --savedir"
+        status, output = run(script, SMALL[name], arguments, folders[name])
         assert status == 0, output
     return folders
 
 
-def says(text):
+def prints(text):
     return lambda program, folder: text in program.output
 
 
@@ -44,50 +52,70 @@ def children_are_stopped(program, folder):
     return True
 
 
-STATES = {  # program, flags, whether it is in the state
-    "mono-starting": ("monobeast", TRAIN, says("Run folder")),
-    "mono-learning": ("monobeast", TRAIN, learns),
-    "mono-children-stopped": ("monobeast", TRAIN, children_are_stopped),
-    "mono-testing": ("monobeast", "--mode test --num_episodes 100000000 --savedir", says("game 1")),
-    "poly-starting": ("polybeast", TRAIN, says("Starting environment servers")),
-    "poly-waiting": ("polybeast", f"--server_addresses unix:/nowhere {TRAIN}", says("Waiting for")),
-    "poly-learning": ("polybeast", TRAIN, learns),
-    "poly-children-stopped": ("polybeast", TRAIN, children_are_stopped),
-    "poly-testing": ("polybeast", "--mode test --num_episodes 100000000 --savedir", says("game 1")),
+STATES = {  # flags, whether it is in the state
+    "mono-starting": (TRAIN, prints("New run")),
+    "mono-learning": (TRAIN, learns),
+    "mono-children-stopped": (TRAIN, children_are_stopped),
+    "mono-testing": (TEST, prints("game 1")),
+    "poly-starting": (TRAIN, prints("Starting environment servers")),
+    "poly-waiting": (f"--server_addresses unix:/nowhere {TRAIN}", prints("Waiting for")),
+    "poly-learning": (TRAIN, learns),
+    "poly-children-stopped": (TRAIN, children_are_stopped),
+    "poly-testing": (TEST, prints("game 1")),
+}
+WAYS = {
+    "mono-starting": "SIGINT SIGTERM",
+    "mono-learning": "twice SIGKILL stdin",
+    "mono-children-stopped": "SIGINT",
+    "mono-testing": "SIGINT",
+    "poly-starting": "SIGINT SIGTERM",
+    "poly-waiting": "SIGINT SIGTERM stdin",
+    "poly-learning": "twice SIGKILL stdin",
+    "poly-children-stopped": "SIGTERM",
+    "poly-testing": "SIGTERM",
 }
 
 
+def end(program, way):
+    """End the program in this way; return the statuses that it may end with."""
+    if way == "stdin":
+        program.process.stdin.close()
+        return [128 + signal.SIGTERM]
+    if way == "SIGKILL":
+        program.process.kill()
+        return [-signal.SIGKILL]
+    number = signal.SIGINT if way == "twice" else getattr(signal, way)
+    os.killpg(program.pid, number)  # as a terminal does
+    if way != "twice":
+        return [128 + number]
+    again = time.monotonic() + 1.2
+    wait_until(lambda: time.monotonic() > again or program.process.poll() is not None)
+    if program.process.poll() is None:
+        os.killpg(program.pid, number)
+    return [128 + number, -number]
+
+
 @pytest.mark.parametrize(
-    ("state", "times"),
-    # What is stopped cannot notice that its parent was ended at once, before it goes on.
-    [
-        (s, t)
-        for s in STATES
-        for t in ("once", "twice")
-        if (s[5:], t) != ("children-stopped", "twice")
-    ],
+    ("state", "way"), [(state, way) for state in STATES for way in WAYS[state].split()]
 )
-def test_ctrl_c_ends_a_program_soon_and_whole(state, times, trained, tmp_path, record_property):
-    name, words, is_in_state = STATES[state]
+def test_a_program_ends_and_leaves_nothing(state, way, trained, tmp_path):
+    name = state[:4]
+    arguments, is_in_state = STATES[state]
     folder = trained[name] if "testing" in state else tmp_path
     before = shared_memory()
-    with Program(PROGRAMS[name], words, folder, TMPDIR=str(tmp_path)) as program:
+    with Program(
+        SCRIPTS[name], *([] if "testing" in state else [SMALL[name]]), arguments, folder,
+        *(["--end_with_stdin"] if way == "stdin" else []),
+        stdin=subprocess.PIPE, TMPDIR=str(tmp_path),
+    ) as program:  # fmt: skip
         program.wait_until(lambda: is_in_state(program, folder))
-        began = time.monotonic()
-        os.killpg(program.pid, signal.SIGINT)  # as a terminal does
-        if times == "twice":
-            wait_until(lambda: time.monotonic() > began + 1.2 or program.process.poll() is not None)
-            if program.process.poll() is None:
-                os.killpg(program.pid, signal.SIGINT)
-                began = time.monotonic()
-        status, output = program.end(SOON / 2 if times == "twice" else SOON)
-        record_property("seconds", round(time.monotonic() - began, 2))
+        statuses = end(program, way)
+        status, output = program.end()
         program.wait_for_members()
-    assert status in [128 + signal.SIGINT, -signal.SIGINT][: 1 + (times == "twice")], output
+    assert status in statuses, output
+    assert traces(tmp_path) == []
     wait_until(lambda: shared_memory() <= before)  # other programs take some for a moment
-    assert [path for path in tmp_path.rglob("*") if path.is_socket()] == []
-    if times == "once":
+    if way in ("SIGINT", "SIGTERM", "stdin"):
         assert "Traceback" not in output
-        assert [path for path in tmp_path.glob("polybeast-*")] == []
         has_begun = state not in ("poly-starting", "poly-waiting")
         assert (folder / "run" / "model.tar").exists() == has_begun

@@ -6,6 +6,7 @@ For STRESS_SECONDS (in the environment), else 5. The core alone: csrc/tests/stre
 
 import gc
 import os
+import pathlib
 import random
 import sys
 import time
@@ -15,6 +16,8 @@ from counting import Counting, ServerThread, Truncated
 from deadline import DEADLINE, Thread, run_with_deadline, wait_until
 from test_actor_pool import Rig, check_rows, split
 
+pytestmark = pytest.mark.whole
+
 SECONDS = float(os.environ.get("STRESS_SECONDS", 5))
 PLAYERS = 3  # at once
 
@@ -22,7 +25,9 @@ PLAYERS = 3  # at once
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 @pytest.mark.timeout(SECONDS + 3 * DEADLINE, method="thread")
 def test_whoever_ends_first_all_end_and_nothing_stays(tmp_path):
-    code = f"import test_stress; test_stress.stress({SECONDS}, {str(tmp_path)!r})"
+    here = str(pathlib.Path(__file__).parent)
+    code = f"sys.path.insert(0, {here!r}); import test_stress; "
+    code += f"test_stress.stress({SECONDS}, {str(tmp_path)!r})"
     print(run_with_deadline(code, SECONDS + 2 * DEADLINE))
 
 

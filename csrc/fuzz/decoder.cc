@@ -44,6 +44,7 @@ namespace torchbeast {
 namespace {
 
 using Arrays = Nest<Array>;
+using Views = Nest<ArrayView>;
 
 // Memory that a message may cost. Parsed, it is a multiple of its length: an empty item takes two
 // bytes of a message and 56 + 8 of memory. Beyond that there are the rows that it makes, and
@@ -117,21 +118,21 @@ void refuse(const std::string& error) {
   ++all_counts.refusals[kind_of(error)];
 }
 
-bool same(const Array& a, const Array& b) {
+bool same(const ArrayView& a, const ArrayView& b) {
   return a.dtype == b.dtype && a.shape == b.shape &&
-         std::memcmp(a.data.get(), b.data.get(), a.num_bytes()) == 0;
+         std::memcmp(a.data, b.data, a.num_bytes()) == 0;
 }
 
-bool same(const Arrays& a, const Arrays& b) {
-  const std::vector<Array> as = a.flatten();
-  const std::vector<Array> bs = b.flatten();
+bool same(const Views& a, const Views& b) {
+  const std::vector<ArrayView> as = a.flatten();
+  const std::vector<ArrayView> bs = b.flatten();
   return a.same_structure(b) &&
          std::equal(as.begin(), as.end(), bs.begin(), bs.end(),
-                    [](const Array& x, const Array& y) { return same(x, y); });
+                    [](const ArrayView& x, const ArrayView& y) { return same(x, y); });
 }
 
 void check_round_trip(const rpcenv::Nest& message) {
-  const Arrays nest = decode(message);
+  const Views nest = decode(message);
   rpcenv::Nest again;
   encode(nest, &again);
   REQUIRE(same(decode(again), nest));
@@ -187,12 +188,12 @@ void check_row(const Arrays::Dict& row, const rpcenv::Step& step, const std::str
     REQUIRE(bytes(row.at("frame").leaf()) == *stacks);
     return;
   }
-  const Arrays frame = decode(step.observation()).map([](const Array& array) {
-    Array with_time = array;
+  const Views frame = decode(step.observation()).map([](const ArrayView& array) {
+    ArrayView with_time = array;
     with_time.shape.insert(with_time.shape.begin(), 1);
     return with_time;
   });
-  REQUIRE(same(row.at("frame"), frame));
+  REQUIRE(same(row.at("frame").map([](const Array& array) { return array.view(); }), frame));
 }
 
 void take(const rpcenv::Step& step, int64_t t, const Stream& stream,

@@ -54,6 +54,14 @@ TEST(nests_without_columns_to_count_are_refused) {
   CHECK(queue.size() == 0);
 }
 
+TEST(a_nest_of_no_columns_adds_nothing) {
+  BatchingQueue queue({}, new_pool());
+  queue.enqueue(int64_array({1, 0}, {}));
+  CHECK(queue.size() == 0);
+  queue.enqueue(range(0, 1));
+  CHECK((values_of(queue.dequeue()->front()) == Values{0}));
+}
+
 TEST(columns_come_in_order_in_batches_that_part_and_join_nests) {
   BatchingQueue queue({1, 4, 4, std::nullopt, std::nullopt}, new_pool());
   queue.enqueue(range(0, 3));
@@ -213,21 +221,6 @@ TEST(a_closed_queue_takes_and_gives_nothing) {
   CHECK(!queue.dequeue());
   CHECK_THROWS(ClosedError, (queue.enqueue(range(0, 1)), 0));
   CHECK_THROWS(std::runtime_error, (queue.close(), 0));
-}
-
-TEST(callbacks_run_once_at_close_without_the_lock) {
-  BatchingQueue queue({}, new_pool());
-  int calls = 0;
-  queue.on_close([&] {
-    CHECK(queue.is_closed() && queue.size() == 0);  // hangs where the lock is held
-    queue.wake();
-    ++calls;
-  });
-  CHECK(calls == 0);
-  queue.close();
-  CHECK(calls == 1);
-  queue.on_close([&] { calls += 10; });
-  CHECK(calls == 11);
 }
 
 TEST(wake_ends_the_enqueue_that_is_cancelled_and_no_other) {

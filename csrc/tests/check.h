@@ -113,16 +113,18 @@ inline std::shared_ptr<torchbeast::MemoryPool> new_pool() {
 // In memory that ends where the values do, so that the address sanitizer sees what reads beyond.
 inline torchbeast::Array int64_array(torchbeast::Shape shape, const Values& values) {
   torchbeast::Array array{torchbeast::DType::kInt64, std::move(shape), nullptr};
-  CHECK(array.num_elements() == values.size());
+  CHECK(array.num_bytes() == values.size() * sizeof(int64_t));
   std::shared_ptr<std::byte[]> memory(new std::byte[array.num_bytes()]);
   if (!values.empty()) std::memcpy(memory.get(), values.data(), array.num_bytes());
   array.data = torchbeast::MemoryPool::Block(memory, memory.get());
   return array;
 }
 
-inline Values values_of(const torchbeast::Array& array) {
+inline Values values_of(const torchbeast::ArrayView& array) {
   CHECK(array.dtype == torchbeast::DType::kInt64);
-  Values values(array.num_elements());
-  if (!values.empty()) std::memcpy(values.data(), array.data.get(), array.num_bytes());
+  Values values(array.num_bytes() / sizeof(int64_t));
+  if (!values.empty()) std::memcpy(values.data(), array.data, array.num_bytes());
   return values;
 }
+
+inline Values values_of(const torchbeast::Array& array) { return values_of(array.view()); }

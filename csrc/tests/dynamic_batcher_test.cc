@@ -2,6 +2,7 @@
 #include "dynamic_batcher.h"
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -68,11 +69,11 @@ TEST(options_that_make_no_sense_are_refused) {
   CHECK_THROWS(std::invalid_argument, DynamicBatcher({-1, 1, 1, std::nullopt}, new_pool()).size());
 }
 
-TEST(inputs_that_fit_into_no_batch_are_refused) {
+TEST(inputs_without_columns_to_count_are_refused) {
   const auto batcher = make(1, 2);
   CHECK_THROWS(std::invalid_argument, batcher->compute(Arrays()));
   CHECK_THROWS(std::invalid_argument, batcher->compute(int64_array({2}, {1, 2})));
-  CHECK_THROWS(std::invalid_argument, batcher->compute(columns({1, 2, 3})));
+  CHECK_THROWS(std::invalid_argument, batcher->compute(columns({})));
   CHECK(batcher->size() == 0);
 }
 
@@ -105,6 +106,21 @@ TEST(calls_are_never_parted) {
   CHECK((a->join() == Values{2, 4, 6}));
   CHECK((b->join() == Values{8, 10, 12}));
   CHECK((c->join() == Values{14, 16}));
+}
+
+TEST(a_call_of_more_columns_than_the_maximum_is_a_batch_of_its_own) {
+  const auto batcher = make(1, 2);
+  auto a = call(batcher, {1});
+  auto b = call(batcher, {2, 3, 4});
+  auto c = call(batcher, {5});
+  for (const Values& values : {Values{1}, Values{2, 3, 4}, Values{5}}) {
+    const auto batch = batcher->next();
+    CHECK(values_of(batch->inputs().front()) == values);
+    batch->set_outputs(doubled(batch->inputs()));
+  }
+  CHECK((a->join() == Values{2}));
+  CHECK((b->join() == Values{4, 6, 8}));
+  CHECK((c->join() == Values{10}));
 }
 
 TEST(outputs_may_have_another_structure_and_an_empty_state) {
@@ -157,6 +173,21 @@ TEST(after_the_timeout_a_batch_may_be_smaller) {
   CHECK((values_of(batch->inputs().front()) == Values{1, 2}));
   batch->set_outputs(batch->inputs());
   CHECK((a->join() == Values{1, 2}));
+}
+
+TEST(the_timeout_counts_from_the_last_call) {
+  constexpr std::chrono::milliseconds kTimeout(300);
+  const auto batcher = make(5, 8, kTimeout.count());
+  auto a = call(batcher, {1});
+  CHECK(a->is_blocked());  // some time goes by
+  const auto before = std::chrono::steady_clock::now();
+  auto b = call(batcher, {2});
+  const auto batch = batcher->next();
+  CHECK(std::chrono::steady_clock::now() - before >= kTimeout);
+  CHECK((values_of(batch->inputs().front()) == Values{1, 2}));
+  batch->set_outputs(batch->inputs());
+  CHECK((a->join() == Values{1}));
+  CHECK((b->join() == Values{2}));
 }
 
 TEST(calls_that_another_server_leaves_below_the_minimum_time_out_too) {
@@ -255,6 +286,15 @@ TEST(close_wakes_callers_whose_batch_is_being_answered) {
   batch->set_outputs(batch->inputs());  // too late, and harmless
 }
 
+TEST(a_batch_may_be_dropped_after_close) {
+  const auto batcher = make(1, 5);
+  auto a = call(batcher, {1});
+  auto batch = batcher->next();
+  batcher->close();
+  batch.reset();
+  CHECK_THROWS(ClosedError, a->join());
+}
+
 TEST(close_wakes_next_with_and_without_a_timeout) {
   for (const std::optional<int64_t> timeout_ms :
        {std::optional<int64_t>(), std::optional<int64_t>(1'000'000)}) {
@@ -279,20 +319,6 @@ TEST(a_closed_batcher_takes_and_gives_nothing) {
   CHECK_THROWS(ClosedError, batcher->compute(columns({1})));
   CHECK(batcher->next() == nullptr);
   CHECK_THROWS(std::runtime_error, (batcher->close(), 0));
-}
-
-TEST(callbacks_run_once_at_close_without_the_lock) {
-  const auto batcher = make(1, 1);
-  int calls = 0;
-  batcher->on_close([&] {
-    CHECK(batcher->is_closed() && batcher->size() == 0);  // hangs where the lock is held
-    batcher->wake();
-    ++calls;
-  });
-  batcher->close();
-  CHECK(calls == 1);
-  batcher->on_close([&] { calls += 10; });
-  CHECK(calls == 11);
 }
 
 TEST(wake_ends_the_call_that_is_cancelled_and_no_other) {

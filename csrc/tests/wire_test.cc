@@ -13,6 +13,11 @@ namespace torchbeast {
 namespace {
 
 using Arrays = Nest<Array>;
+using Views = Nest<ArrayView>;
+
+Views views_of(const Arrays& arrays) {
+  return arrays.map([](const Array& array) { return array.view(); });
+}
 
 template <class T>
 std::string bytes(const std::vector<T>& values) {
@@ -63,12 +68,12 @@ TEST(arrays_of_every_dtype_survive_the_way) {
       const Array array = make_array(dtype, shape, *pool);
       for (size_t k = 0; k < array.num_bytes(); ++k) array.data.get()[k] = std::byte(k % 2);
       rpcenv::Array sent;
-      encode(array, &sent);
+      encode(array.view(), &sent);
       rpcenv::Array arrived;
       CHECK(arrived.ParseFromString(sent.SerializeAsString()));
-      const Array decoded = decode(arrived);
+      const ArrayView decoded = decode(arrived);
       CHECK(decoded.dtype == dtype && decoded.shape == shape);
-      CHECK(std::memcmp(decoded.data.get(), array.data.get(), array.num_bytes()) == 0);
+      CHECK(std::memcmp(decoded.data, array.data.get(), array.num_bytes()) == 0);
     }
   }
 }
@@ -81,7 +86,7 @@ TEST(the_names_of_dtypes_are_the_same_on_the_wire) {
   }
   rpcenv::Array array;
   CHECK_THROWS(std::invalid_argument,
-               (encode(Array{DType::kBFloat16, {0}, new_pool()->take(0)}, &array), 0));
+               (encode(ArrayView{DType::kBFloat16, {0}, nullptr}, &array), 0));
 }
 
 TEST(nests_survive_the_way_and_messages_may_be_used_again) {
@@ -90,18 +95,18 @@ TEST(nests_survive_the_way_and_messages_may_be_used_again) {
   rpcenv::Nest sent;
   for (const Arrays& nest : {Arrays(a), Arrays(Arrays::Tuple{a, Arrays::Dict{{"x", b}, {"y", a}}}),
                              Arrays(), Arrays(Arrays::Dict{{"", b}}), Arrays(b)}) {
-    encode(nest, &sent);
-    const Arrays decoded = decode(sent);
+    encode(views_of(nest), &sent);
+    const Views decoded = decode(sent);
     CHECK(decoded.same_structure(nest));
     const std::vector<Array> arrays = nest.flatten();
-    const std::vector<Array> arrived = decoded.flatten();
+    const std::vector<ArrayView> arrived = decoded.flatten();
     for (size_t i = 0; i < arrays.size(); ++i) CHECK(values_of(arrived[i]) == values_of(arrays[i]));
   }
 }
 
 TEST(what_is_decoded_is_not_copied) {
   const rpcenv::Array array = message(rpcenv::UINT8, {4}, "abcd");
-  CHECK(static_cast<const void*>(decode(array).data.get()) == array.data().data());
+  CHECK(static_cast<const void*>(decode(array).data) == array.data().data());
 }
 
 TEST(data_must_be_as_long_as_dtype_and_shape_say) {
@@ -128,7 +133,7 @@ TEST(sizes_are_neither_negative_nor_huge_and_their_product_does_not_overflow) {
 }
 
 TEST(a_bool_is_0_or_1) {
-  CHECK(decode(message(rpcenv::BOOL, {2}, std::string("\0\1", 2))).num_elements() == 2);
+  CHECK(decode(message(rpcenv::BOOL, {2}, std::string("\0\1", 2))).num_bytes() == 2);
   for (const char byte : {'\2', '\3', '\x7f', '\x80', '\xff'}) {
     CHECK_THROWS(WireError, decode(message(rpcenv::BOOL, {2}, std::string("\1") + byte)));
   }
@@ -160,7 +165,7 @@ TEST(nests_are_leaves_or_have_items_and_as_many_keys) {
 }
 
 TEST(nests_are_not_too_deep) {
-  CHECK(decode(tuple_of_depth(kMaxNestDepth)).front().num_elements() == 1);
+  CHECK(decode(tuple_of_depth(kMaxNestDepth)).front().num_bytes() == 1);
   CHECK_THROWS(WireError, decode(tuple_of_depth(kMaxNestDepth + 1)));
   CHECK_THROWS(WireError, decode(tuple_of_depth(10'000)));
 }
@@ -177,7 +182,7 @@ TEST(nests_have_not_too_many_items_wherever_they_are) {
 
 TEST(a_row_has_all_keys) {
   const rpcenv::Step step = valid_step(2);
-  const Arrays::Dict row = decode_row(step, 2);
+  const Views::Dict row = decode_row(step, 2);
   CHECK(row.size() == 11);
   CHECK((row.at("frame").leaf().shape == Shape{2, 3}));
   CHECK(row.at("reward").leaf().dtype == DType::kFloat32);
@@ -190,7 +195,7 @@ TEST(the_last_action_may_be_an_array) {
   rpcenv::Step step = valid_step(2);
   step.clear_last_action();
   *step.mutable_last_action_array() = message(rpcenv::UINT8, {2, 3}, "123456");
-  const Array array = decode_row(step, 2).at("last_action").leaf();
+  const ArrayView array = decode_row(step, 2).at("last_action").leaf();
   CHECK(array.dtype == DType::kUInt8);
   CHECK((array.shape == Shape{2, 3}));
 }
@@ -288,7 +293,7 @@ TEST(stacks_are_restored_to_the_last_bit_also_across_ends_of_episodes) {
     }
     const rpcenv::Step step = stacked_step(stacks, is_full);
     if (t == 0) CHECK((stacked_shape(step, kN, kK) == Shape{kN, kK * kC, 2}));
-    const Array newest = decode(step.observation().array());
+    const ArrayView newest = decode(step.observation().array());
     const Array previous = rows.row(t == 0 ? 0 : t - 1);
     const Array target = rows.row(t);
     restack(step, newest, kK, t == 0 ? nullptr : &previous, target);
@@ -385,9 +390,9 @@ TEST(spoiled_messages_do_no_harm) {
     try {
       int64_t sum = 0;
       for (const auto& [key, nest] : decode_row(arrived, 2)) {
-        nest.for_each([&](const Array& array) {
+        nest.for_each([&](const ArrayView& array) {
           for (size_t k = 0; k < array.num_bytes(); ++k) {
-            sum += static_cast<int64_t>(array.data.get()[k]);
+            sum += static_cast<int64_t>(array.data[k]);
           }
         });
       }

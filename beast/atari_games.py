@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The games of ale-py by their ids in Gymnasium; atari_wrappers.py preprocesses them."""
+
+import difflib
+
+import gymnasium as gym
+
+
+def find_spec(env_id):
+    """Return Gymnasium's spec of an id that is a game of ale-py.
+
+    Raises:
+      ValueError: it is not, or what it is registered with cannot be done; the message says what
+        to do instead.
+    """
+    import ale_py  # Registers the games; here, since spawned processes start without them.
+
+    gym.register_envs(ale_py)
+    try:
+        spec = gym.spec(env_id)
+    except gym.error.Error as error:
+        games = {i.lower(): i for i, s in gym.registry.items() if "AtariEnv" in str(s.entry_point)}
+        near = [games[i] for i in difflib.get_close_matches(env_id.lower(), games)]
+        raise ValueError(
+            f"there is no environment {env_id!r} ({error}); "
+            + (f"is it {' or '.join(near)}? Else " if near else "")
+            + "name a game of ale-py, such as PongNoFrameskip-v4 or ALE/Pong-v5"
+        ) from error
+    if "AtariEnv" not in str(spec.entry_point):
+        raise ValueError(
+            f"{env_id} is not a game of ale-py, so Atari preprocessing does not fit it; name one, "
+            "such as PongNoFrameskip-v4 or ALE/Pong-v5, or edit create_env (docs/environment.md)"
+        )
+    # Our frame skip drives the emulator itself, below such wrappers.
+    if spec.max_episode_steps is not None:
+        raise ValueError(
+            f"{env_id} is registered with max_episode_steps, which would not end a game here: "
+            "register it with kwargs={'max_num_frames_per_episode': ...} instead"
+        )
+    if spec.additional_wrappers:
+        raise ValueError(
+            f"{env_id} is registered with additional_wrappers, which would see no step here: edit "
+            "create_env to add them (docs/environment.md)"
+        )
+    return spec
+
+
+def check_sticky_actions(sticky_actions):
+    if not 0 <= sticky_actions <= 1:
+        raise ValueError(f"sticky_actions is a probability from 0 to 1, not {sticky_actions}")
+
+
+def waits_for_fire(ale):
+    """Return whether the game waits for FIRE, judged by the actions that it uses.
+
+    The set of all 18 actions always has a FIRE.
+    """
+    used = ale.getMinimalActionSet()
+    return len(used) >= 3 and used[1].name == "FIRE"

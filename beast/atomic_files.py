@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are never torn, whether the process is killed or the disk is full; event files."""
+
+import contextlib
+import csv
+import io
+import logging
+import math
+import os
+import time
+
+from torch.utils.tensorboard import SummaryWriter
+
+RETRY_INTERVAL = 60  # seconds from one attempt to write events to the next
+
+
+def replace_file(path, content):
+    """Put bytes in place of a file, as a whole or, where that raises OSError, not at all."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb", buffering=0) as file:
+            _write_all(file, content)
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    # That it has a new name now is to survive a crash, too. Some file systems cannot do that.
+    folder = os.open(path.parent, os.O_RDONLY)
+    with contextlib.suppress(OSError):
+        os.fsync(folder)
+    os.close(folder)
+
+
+def _write_all(file, content):
+    content = memoryview(content)
+    while content:
+        content = content[file.write(content) :]  # a disk that becomes full takes a part at first
+
+
+class GrowingFile:
+    """A file that grows by whole pieces.
+
+    Where a piece cannot be written, the file stays as it was, the log says so, and the run goes on.
+    """
+
+    def __init__(self, path):
+        self._path = path
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - kept open for appending
+        self._num_missing = 0
+
+    def append(self, piece):
+        """Add bytes; return whether they are in the file."""
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            _write_all(self._file, piece)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(size)
+            return self._report(error)
+        return self._report(None)
+
+    def replace(self, content):
+        """Hold these bytes instead; return whether it does."""
+        try:
+            replace_file(self._path, content)
+            self._file.close()
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            return self._report(error)
+        return True
+
+    def close(self):
+        if self._num_missing:
+            logging.error("At the end of %s %d entries are missing", self._path, self._num_missing)
+        self._file.close()
+
+    def _report(self, error):
+        # Counted first, as this file may be the very log that is written to.
+        if error is not None:
+            self._num_missing += 1
+            if self._num_missing == 1:
+                message = "Cannot write %s (%s): until that is over, entries are missing there"
+                logging.error(message, self._path, error.strerror)
+        elif self._num_missing:
+            count, self._num_missing = self._num_missing, 0
+            logging.warning("Can write %s again: %d entries are missing there", self._path, count)
+        return error is None
+
+
+class LogHandler(logging.Handler):
+    """Writes log messages into a GrowingFile."""
+
+    def __init__(self, path, log_format):
+        super().__init__()
+        self.setFormatter(logging.Formatter(log_format))
+        self._file = GrowingFile(path)
+
+    def emit(self, record):
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+        else:
+            self._file.append(f"{line}\n".encode(errors="backslashreplace"))
+
+    def close(self):
+        self._file.close()
+        super().close()
+
+
+class CSVFile:
+    """A CSV file that grows by rows and, when a new metric turns up, by columns.
+
+    Rows that were there before and go beyond `step` are dropped.
+    """
+
+    def __init__(self, path, step):
+        self._path = path
+        rows = []
+        self._fields = ["_tick", "_time", "step"]
+        if path.exists():
+            lines = path.read_text().splitlines(keepends=True)
+            if lines and not lines[-1].endswith("\n"):
+                del lines[-1]  # torn by a crash of the machine
+            reader = csv.DictReader(lines)
+            rows = [row for row in reader if (row["step"] or "").isdigit()]
+            rows = [row for row in rows if int(row["step"]) <= step]
+            self._fields = list(reader.fieldnames or self._fields)
+        rows = rows if step > 0 else []
+        replace_file(path, self._encode(self._fields, rows, header=True))
+        self._file = GrowingFile(path)
+        self._tick = len(rows)
+
+    def write(self, row):
+        new = [key for key in row if key not in self._fields]
+        if new:
+            fields = self._fields + new
+            with open(self._path, newline="") as file:
+                rows = list(csv.DictReader(file))
+            if not self._file.replace(self._encode(fields, rows, header=True)):
+                return
+            self._fields = fields
+        row = {"_tick": self._tick, "_time": time.time(), **row}
+        self._tick += self._file.append(self._encode(self._fields, [row]))
+
+    def close(self):
+        self._file.close()
+
+    @staticmethod
+    def _encode(fields, rows, header=False):
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, fields, extrasaction="ignore")
+        if header:
+            writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue().encode()
+
+
+class EventFile:
+    """Metrics for TensorBoard, which drops what earlier files hold from `step` on.
+
+    Where they cannot be written, the log says so, and the run goes on.
+    """
+
+    def __init__(self, folder, step):
+        self._folder = folder
+        self._retry_time = -math.inf  # once they could not be written
+        self._writer = SummaryWriter(folder, purge_step=step)
+
+    def write(self, step, metrics):
+        if time.monotonic() < self._retry_time:
+            return
+        try:
+            if self._writer is None:
+                self._writer = SummaryWriter(self._folder, purge_step=step)
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        except OSError as error:
+            logging.error(
+                "Cannot write TensorBoard's events (%s): trying again in %d s",
+                error,
+                RETRY_INTERVAL,
+            )
+            self.close()
+            self._retry_time = time.monotonic() + RETRY_INTERVAL
+
+    def close(self):
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with contextlib.suppress(OSError):
+                writer.close()

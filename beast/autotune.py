@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find how many processes and environments make a program the fastest on this machine.
+
+    python -m beast.autotune monobeast.py --env BreakoutNoFrameskip-v4
+
+Each trial is the program itself in a child process, with the flags given and a temporary folder.
+The last line printed is the command with the fastest flags; it is not run. Nothing that learning
+depends on is varied: batch size, unroll length and the like stay, and the number of environments is
+bounded, since with it grows the policies' lag.
+"""
+
+import argparse
+import contextlib
+import csv
+import json
+import os
+import pathlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from beast.processes import STOP_SIGNALS
+from beast.servers import expand_addresses
+
+GAIN = 1.1  # times the best rate so far; less might be noise, and more environments mean more lag
+MAX_BATCHES = 8  # that all rollouts under way make up: about how many updates the policies lag
+TRIALS_PER_FLAG = 3
+MIN_UPDATES = 20  # by the learner, that a rate is measured over
+PATIENCE = 120  # seconds for a trial to be measured; most take 10 to 15
+GRACE = 15  # seconds for a trial to end
+ALL_GIVEN = "the command line sets all flags that could be varied: leave some out"
+PROCESSES = ("num_actors", "num_servers")  # flags
+NOT_IN_TRIALS = ("--wandb", "--write_profiler_trace")  # flags
+TRIAL = "--mode train --xpid trial --total_steps 1000000000000 --disable_checkpoint "
+TRIAL += "--eval_interval 0 --end_with_stdin"
+
+parser = argparse.ArgumentParser(
+    prog="python -m beast.autotune",
+    usage="%(prog)s PROGRAM [FLAG ...]",
+    description="Find the fastest flags of a program on this machine, in a minute or two, and "
+    "print the command with them. Varied are num_actors and envs_per_actor for monobeast.py and "
+    "its forks; num_servers (with --server_addresses num_actors), envs_per_stream and, with a "
+    "GPU, num_inference_threads for polybeast.py and its forks. Flags that are given are kept.",
+)
+parser.add_argument("program", metavar="PROGRAM", help="monobeast.py, polybeast.py or a fork.")
+parser.add_argument(
+    "flags", metavar="FLAG", nargs=argparse.REMAINDER, help="Flags of the program, as in training."
+)
+
+
+class TrialError(RuntimeError):
+    """A trial failed; the message is why."""
+
+
+def main(argv=None):
+    arguments = parser.parse_args(argv)
+    if {"-h", "--help"} & set(arguments.flags):
+        return parser.print_help()
+    if not os.path.exists(arguments.program):
+        parser.error(f"there is no file {arguments.program}")
+    try:
+        best = tune(arguments.program, arguments.flags)
+    except (TrialError, ValueError) as error:  # ValueError: of expand_addresses
+        sys.exit(f"{parser.prog}: {error}")
+    print("The fastest:")
+    print(shlex.join(["python", arguments.program, *arguments.flags, *as_arguments(best)]))
+
+
+def tune(program, arguments):
+    """Return the fastest values of those flags that the arguments leave open, as a dict.
+
+    Raises:
+      TrialError: there is nothing to vary; or the program fails with the arguments as they are.
+    """
+    start = find_flags(program, arguments)
+    print(f"Trying {program}, each time for about 15 seconds:", flush=True)
+    try:
+        first = run_trial(program, arguments, start)
+    except TrialError:
+        # Where as many processes as cores cannot even start, begin with the program's own number.
+        fewer = {name: value for name, value in start.items() if name not in PROCESSES}
+        if fewer == start:
+            raise
+        first = run_trial(program, arguments, fewer)
+    start = {name: first.flags[name] for name in start}
+    if not first.has_gpu:
+        start.pop("num_inference_threads", None)
+    if not start:
+        raise TrialError(ALL_GIVEN)
+    rates = {as_text(start): first.rate}
+    print_rate(start, first.rate)
+
+    def measure(values):
+        """Return the steps/s of a trial; 0 if it fails."""
+        text = as_text(values)
+        if text not in rates:
+            try:
+                check_lag(first.flags | values)
+                rates[text] = run_trial(program, arguments, values).rate
+                print_rate(values, rates[text])
+            except TrialError as error:
+                rates[text] = 0
+                print(f"{'skipped':>12}          {text}: {str(error).splitlines()[-1]}", flush=True)
+        return rates[text]
+
+    return search(measure, start)
+
+
+def find_flags(program, arguments):
+    """Return the flags to vary, in the order of the search, and the value at which each starts."""
+    process = subprocess.run([sys.executable, program, "--help"], capture_output=True, text=True)
+    known = set(re.findall(r"--(\w+)", process.stdout))
+    num_cores = len(os.sched_getaffinity(0))
+    if {"num_actors", "envs_per_actor"} <= known:
+        start = {"envs_per_actor": 8, "num_actors": num_cores}
+    elif {"num_actors", "envs_per_stream"} <= known:
+        start = {"envs_per_stream": 8, "num_servers": num_cores, "num_inference_threads": 1}
+        if addresses := value_of("server_addresses", arguments):
+            del start["num_servers"]
+            start["num_actors"] = len(expand_addresses(addresses))
+    else:
+        raise TrialError(
+            f"{program} --help lists no --num_actors with --envs_per_actor, as monobeast.py does, "
+            f"or with --envs_per_stream, as polybeast.py does\n{process.stderr}".strip()
+        )
+    start = {name: value for name, value in start.items() if value_of(name, arguments) is None}
+    if not start:
+        raise TrialError(ALL_GIVEN)
+    return start
+
+
+def value_of(name, arguments):
+    """Return the value of a flag on a command line; None where it is not there."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{name}")
+    return getattr(parser.parse_known_args(arguments)[0], name)
+
+
+def search(measure, start):
+    """Double one value after the other, else halve it, while that gains; return the best ones."""
+    best, best_rate = start, measure(start)
+    for name in start:
+        factor = 2
+        for _ in range(TRIALS_PER_FLAG):
+            value = int(best[name] * factor)
+            rate = measure(best | {name: value}) if value > 0 else 0
+            if rate > GAIN * best_rate:
+                best, best_rate = best | {name: value}, rate
+            elif factor == 2 and best[name] == start[name]:
+                factor = 0.5
+            else:
+                break
+    return best
+
+
+def check_lag(flags):
+    """Refuse so many environments that learning would suffer; `flags` is a dict."""
+    num_processes = flags.get("num_actors") or flags.get("num_servers")
+    num_envs = num_processes * (flags.get("envs_per_actor") or flags.get("envs_per_stream"))
+    if num_envs > MAX_BATCHES * flags["batch_size"]:
+        raise TrialError(
+            f"{num_envs} environments make more than {MAX_BATCHES} batches of --batch_size "
+            f"{flags['batch_size']} at once, so that the policies would lag"
+        )
+
+
+class Trial:
+    """What a trial has measured: its steps/s, all its flags, and whether it learned on a GPU."""
+
+    def __init__(self, rate, meta):
+        self.rate, self.flags = rate, meta["flags"]
+        self.has_gpu = bool(meta["machine"]["gpus"])
+
+
+def run_trial(program, arguments, values):
+    """Run the program in a child process until its rate is known, and return a Trial.
+
+    Args:
+      arguments, values: command-line arguments, and flags that come after them.
+
+    Raises:
+      TrialError: it ended, or was too slow; the message is all that it printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="tune-", ignore_cleanup_errors=True) as folder:
+        arguments = [a for a in arguments if a not in NOT_IN_TRIALS]
+        output, run_folder = pathlib.Path(folder, "output"), pathlib.Path(folder, "trial")
+        with open(output, "w") as file:
+            process = subprocess.Popen(
+                [sys.executable, program, *arguments, *as_arguments(values), *TRIAL.split(),
+                 "--savedir", folder],
+                stdin=subprocess.PIPE,  # with which it ends, should we be killed
+                stdout=file, stderr=subprocess.STDOUT,
+                process_group=0,  # Ctrl-C is for us: we end the trial
+                env=os.environ | {"TMPDIR": folder},  # so that nothing is left, however it ends
+            )  # fmt: skip
+        deadline, rate = time.monotonic() + PATIENCE, None
+        try:
+            while rate is None and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.2)
+                rate = read_rate(run_folder)
+        finally:
+            end(process)
+        if rate is None:
+            text = output.read_text(errors="replace").strip()
+            if time.monotonic() > deadline:
+                text += f"\nno steps to measure within {PATIENCE} s"
+            raise TrialError(text.strip() or f"ended with {process.returncode}")
+        return Trial(rate, json.loads((run_folder / "meta.json").read_text()))
+
+
+def end(process):
+    """End a trial and all processes of its group."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdin.close()
+
+
+def read_rate(folder):
+    """Return the steps/s since the first row with steps in a run's log; None while they are few.
+
+    All before that row is warm-up. The steps of MIN_UPDATES are enough, and so are three rows more.
+    """
+    path = folder / "logs.csv"
+    text = path.read_text() if path.exists() else ""
+    rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())  # whole lines
+    ticks = [(float(row["_time"]), int(row["step"])) for row in rows if int(row["step"]) > 0]
+    if not ticks:
+        return None
+    flags = json.loads((folder / "meta.json").read_text())["flags"]
+    seconds, steps = (last - first for first, last in zip(ticks[0], ticks[-1], strict=True))
+    enough = steps >= MIN_UPDATES * flags["batch_size"] * flags["unroll_length"]
+    return steps / seconds if enough or (steps > 0 and len(ticks) > 3) else None
+
+
+def as_arguments(values):
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+def as_text(values):
+    return " ".join(as_arguments(values))
+
+
+def print_rate(values, rate):
+    print(f"{rate:12,.0f} steps/s  {as_text(values)}", flush=True)
+
+
+if __name__ == "__main__":
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    main()

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: writing them, checking and reading them, resuming from them to the last bit.
+
+A checkpoint holds the weights, the states of optimizer, schedule and random generators, the
+learner's `stats`, and the flags.
+"""
+
+import io
+import logging
+import pathlib
+import re
+import time
+
+import torch
+
+from beast import metrics
+from beast.atomic_files import replace_file
+from beast.errors import FlagError
+from beast.randomness import random_states, restore_random_states
+
+# Flags of one call, which a checkpoint does not bring back.
+NOT_RESUMED = (
+    *("mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "num_buffers"),
+    *("pipes_basename", "write_profiler_trace", "autotune", "best", "end_with_stdin"),
+    *("record_video", "result_file", "render_mode", "wandb"),
+    # Nor shall a checkpoint from elsewhere choose which secret is sent to its servers.
+    *("auth_token_file", "tls_cert", "tls_key", "tls_ca"),
+)
+NEWEST, BEST = "model.tar", "best.tar"
+
+
+def run_path(flags):
+    return pathlib.Path(flags.savedir).expanduser() / flags.xpid
+
+
+def pack(flags, learner):
+    """Return a checkpoint, made of tensors and plain values; the tensors are not copies."""
+    return {
+        "model_state_dict": learner.model.state_dict(),
+        "optimizer_state_dict": learner.optimizer.state_dict(),
+        "scheduler_state_dict": learner.scheduler.state_dict(),
+        "step": learner.step,
+        "time": time.time(),
+        "stats": learner.stats,
+        "random_states": random_states(),
+        "flags": vars(flags),
+        "net": type(learner.model).__name__,
+    }
+
+
+def pack_weights(flags, model, step):
+    """Return a checkpoint that can be tested, not resumed; the weights are copies."""
+    weights = {
+        name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()
+    }
+    return {
+        "model_state_dict": weights,
+        "optimizer_state_dict": {},
+        "scheduler_state_dict": {},
+        "step": step,
+        "time": time.time(),
+        "stats": {"step": step},
+        "random_states": {},
+        "flags": vars(flags),
+        "net": type(model).__name__,
+    }
+
+
+def load(flags, name=NEWEST):
+    """Return a checkpoint of the run as a dict, its tensors on the CPU; None if it has none.
+
+    Only tensors and plain values are read: a file that holds code is refused, and does not run it.
+    """
+    path = run_path(flags) / name
+    if not path.exists():
+        return None
+    advice = "move it away or choose another --xpid"
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        code = re.search(r"GLOBAL (\S+)|whose module (\S+) is blocked", str(error))
+        if code:
+            raise FlagError(
+                f"cannot read the checkpoint {path}: it holds code, which "
+                f"was not run ({code[1] or code[2]}); {advice}"
+            ) from None
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise FlagError(
+            f"cannot read the checkpoint {path}: it is damaged, or none at all ({reason}); {advice}"
+        ) from error
+    wanted = {"model_state_dict", "optimizer_state_dict", "scheduler_state_dict", "step", "stats"}
+    wanted |= {"random_states", "flags"}
+    if not isinstance(checkpoint, dict) or not wanted <= checkpoint.keys():
+        lacks = sorted(wanted - checkpoint.keys()) if isinstance(checkpoint, dict) else "all"
+        raise FlagError(f"cannot use the checkpoint {path}: it lacks {lacks}; {advice}")
+    program = checkpoint["flags"].get("program", flags.program)
+    if program != flags.program:
+        raise FlagError(
+            f"the checkpoint {path} is of {program}, but this is {flags.program}: run {program}, "
+            "or choose another --xpid"
+        )
+    return checkpoint
+
+
+def restore_weights(model, checkpoint, flags):
+    """Load a checkpoint's weights, or raise a FlagError that says what differs."""
+    saved, own = checkpoint["model_state_dict"], model.state_dict()
+    shapes = {
+        name: [str(list(d[name].shape)) if name in d else "missing" for d in (saved, own)]
+        for name in own | saved
+    }
+    lines = [
+        f"{name}: {a} in the checkpoint, {b} in the net"
+        for name, (a, b) in shapes.items()
+        if a != b
+    ]
+    if not lines:
+        model.load_state_dict(saved)
+        return
+    if len(lines) > 10:
+        lines[10:] = [f"and {len(lines) - 10} more"]
+    differing = [
+        f"--{key} was {checkpoint['flags'][key]!r}, is {value!r}"
+        for key, value in sorted(vars(flags).items())
+        if key in checkpoint["flags"].keys() - NOT_RESUMED and checkpoint["flags"][key] != value
+    ]
+    raise FlagError(
+        f"the checkpoint in {run_path(flags)}, a {checkpoint.get('net', 'net')} of "
+        f"{checkpoint['flags']['env']}, does not fit this {type(model).__name__} of {flags.env} "
+        f"({'; '.join(differing) or 'the environment or the code of Net has changed'}); undo that "
+        "or choose another --xpid\n  " + "\n  ".join(lines)
+    )
+
+
+def resume(flags, learner):
+    """Restore a Learner from the run's checkpoint; return whether there is one.
+
+    The optimizer's flags, whether given now or saved then, hold from here on.
+    """
+    checkpoint = load(flags)
+    if checkpoint is None:
+        return False
+    restore_weights(learner.model, checkpoint, flags)
+    optimizer, scheduler = learner.optimizer, learner.scheduler
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
+    base_lrs = scheduler.base_lrs
+    scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
+    scheduler.base_lrs = base_lrs
+    learner.stats.update(checkpoint["stats"])
+    for group, new, base_lr, schedule in zip(
+        optimizer.param_groups, settings, base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group.update(new, lr=base_lr * schedule(scheduler.last_epoch))
+    restore_random_states(checkpoint["random_states"])
+    return True
+
+
+class Writer:
+    """Writes the newest checkpoint of a run, and the best one where it is that, too.
+
+    Where that fails, as on a full disk, the checkpoint before stays, and so does the run.
+
+    Attributes:
+      failure: why the last attempt to save failed, in words; else empty.
+    """
+
+    def __init__(self, flags, learner):
+        self._flags = flags
+        self.failure = ""
+        folder = run_path(flags)
+        try:
+            best = load(flags, BEST)
+        except FlagError as error:  # which costs only the comparison with it
+            logging.warning("%s", error)
+            best = None
+        self._best_score = _score(best["stats"]) if best else (0, None)
+        self._steps = {
+            NEWEST: learner.step if (folder / NEWEST).exists() else None,
+            BEST: best and best["step"],
+        }
+        self._due = time.monotonic() + flags.checkpoint_interval_s
+
+    def are_due(self, within):
+        """Return whether the interval will have passed in so many seconds."""
+        return time.monotonic() + within > self._due
+
+    def save(self, learner):
+        """Write what the learner is now; its lock is held while that is copied, not written.
+
+        With several `skipped_in_a_row` nothing is written, since the model may have diverged,
+        though no skipped update has changed it.
+        """
+        if self._flags.disable_checkpoint:
+            return
+        start = time.monotonic()
+        with learner.lock:
+            step, score, buffer = learner.step, _score(learner.stats), io.BytesIO()
+            weights = learner.model.state_dict().values()
+            skipped = learner.stats["skipped_in_a_row"]
+            if skipped > 2 or (skipped and not all(w.isfinite().all() for w in weights)):
+                self.failure = (
+                    f"no checkpoint was written at step {step:,}: the last {skipped} updates were "
+                    "not finite"
+                )
+                logging.warning("%s", self.failure)
+                return
+            torch.save(pack(self._flags, learner), buffer)
+        self.failure = ""
+        # The best one first: it must not be worse than the newest, whenever this is killed.
+        for name in (BEST, NEWEST) if score > self._best_score else (NEWEST,):
+            self._write(name, step, buffer.getbuffer())
+        if self._steps[BEST] == step:
+            self._best_score = score
+        # The interval counts from one file on the disk to the next, however long writing takes.
+        self._due = 2 * start - time.monotonic() + self._flags.checkpoint_interval_s
+
+    def _write(self, name, step, content):
+        path = run_path(self._flags) / name
+        try:
+            replace_file(path, content)
+        except OSError as error:
+            before = self._steps[name]
+            before = "there is none" if before is None else f"that of step {before:,} stays"
+            self.failure = (
+                f"the checkpoint {path} of step {step:,} could not be written "
+                f"({error.strerror or error}): {before}"
+            )
+            logging.error("%s", self.failure)
+        else:
+            self._steps[name] = step
+            logging.info("Saved %s at step %s", path, f"{step:,}")
+
+
+def _score(stats):
+    """Return what is larger for the better checkpoint: with fewer games, a mean says nothing."""
+    return len(stats["game_returns"]), metrics.mean(stats["game_returns"])

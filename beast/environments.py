@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step N Gymnasium environments as one batch, whose rows libtorchbeast/rows.py describes."""
+
+import gymnasium as gym
+import numpy as np
+
+from beast.spaces import (
+    EnvError,
+    action_range,
+    count_actions,
+    empty_actions,
+    empty_observation,
+    random_actions,
+    spaces_to_json,
+)
+from libtorchbeast.rows import MAX_REWARD, Rows, draw_seeds, write_observation
+
+
+def map_nest(function, nest, *others):
+    """Apply `function` to each leaf of a nest of dicts and tuples (or of several alike ones)."""
+    if isinstance(nest, dict):
+        return {k: map_nest(function, v, *(o[k] for o in others)) for k, v in nest.items()}
+    if isinstance(nest, tuple):
+        return tuple(map_nest(function, *leaves) for leaves in zip(nest, *others, strict=True))
+    return function(nest, *others)
+
+
+def try_out(environments, num_steps=10):
+    """Reset `environments` and take a few random steps, so that mistakes show before training.
+
+    Returns:
+      The very first row, as `initial` does, whose arrays the steps have overwritten.
+
+    Raises:
+      EnvError: an environment raised, or returned what its spaces do not allow.
+    """
+    random = np.random.default_rng(0)
+    row = environments.initial()
+    for _ in range(num_steps):
+        environments.step(random_actions(environments.action_space, environments.num_envs, random))
+    return row
+
+
+class Environments:
+    """N environments, stepped one after the other as one batch.
+
+    Args:
+      create_env: called N times without arguments; returns a Gymnasium environment.
+      num_envs: N.
+      seed: an int or a sequence of ints, from which each environment draws a seed of its own.
+      name: put in front of error messages.
+
+    Rows are returned in `row`, whose arrays stay the same and are overwritten by each call.
+    """
+
+    def __init__(self, create_env, num_envs, seed, name="environments"):
+        self.name = name
+        self.num_envs = num_envs
+        self.seeds = draw_seeds(seed, num_envs)
+        self.envs = []
+        try:
+            for i in range(num_envs):
+                try:
+                    self.envs.append(create_env())
+                except Exception as error:
+                    raise EnvError(
+                        f"{name}: cannot create environment {i}: {_describe(error)}"
+                    ) from error
+            self._check_spaces()
+        except BaseException:
+            self.close()
+            raise
+        self.observation_space = self.envs[0].observation_space
+        self.action_space = self.envs[0].action_space
+        self.num_actions = count_actions(self.action_space)
+        self._action_range = action_range(self.action_space)
+        # What an environment's own actions count from.
+        self._first_action = getattr(
+            self.action_space, "start", np.zeros((), self.action_space.dtype)
+        )
+        if isinstance(self.action_space, gym.spaces.Discrete):
+            self._first_action = int(self._first_action)
+        self._rows = Rows(
+            num_envs,
+            frame=empty_observation(self.observation_space, num_envs),
+            last_action=empty_actions(self.action_space, num_envs),
+        )
+        self.row = self._rows.row
+        self._steps = [0] * num_envs  # calls of step since the start, for error messages
+
+    @property
+    def spaces(self):
+        """Observation space, action space and frame skip as JSON."""
+        return spaces_to_json(self.observation_space, self.action_space, self.frame_skip)
+
+    @property
+    def stack_size(self):
+        """How many frames an observation is a stack of; 0 where that is not known."""
+        return int(self._wrapper_attr("stack_size", 0))
+
+    @property
+    def frame_skip(self):
+        """How many frames a step takes: what a wrapper calls `frame_skip`, else 1."""
+        return int(self._wrapper_attr("frame_skip", 1))
+
+    def initial(self):
+        """Reset every environment and return the very first row."""
+        self._rows.restart()
+        for i, seed in enumerate(self.seeds):
+            self._reset(i, seed)
+        return self.row
+
+    def step(self, actions):
+        """Take `actions` and return the next row.
+
+        Args:
+          actions: like the row's last_action. Of Discrete, [N] ints in 0..num_actions - 1; of
+            MultiDiscrete, [N, k] ints likewise; of a Box, [N, k] floats within its bounds.
+
+        Raises:
+          EnvError: an action is outside its space; or an environment raised, or returned what its
+            spaces do not allow.
+        """
+        self._check_actions(actions)
+        for i, action in enumerate(actions.tolist() if actions.ndim == 1 else actions):
+            if self._rows.at_end[i]:
+                self._rows.begin(i)
+                self._reset(i)
+            else:
+                self._step(i, action)
+        return self.row
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+        self.envs = []
+
+    def _check_actions(self, actions):
+        likeness = self.row["last_action"]
+        if actions.shape != likeness.shape or not np.can_cast(
+            actions.dtype, likeness.dtype, "same_kind"
+        ):
+            raise EnvError(
+                f"{self.name}: the actions are {actions.dtype}{list(actions.shape)}, but those of "
+                f"{self.num_envs} environments with the action space {self.action_space} "
+                f"are {likeness.dtype}{list(likeness.shape)}"
+            )
+        least, largest = self._action_range
+        allowed = (least <= actions) & (actions <= largest)  # false for NaN
+        if allowed.all():
+            return
+        for i in range(self.num_envs):
+            if not allowed[i].all() and not self._rows.at_end[i]:  # else it is ignored
+                self._steps[i] += 1
+                raise self._error(
+                    i, f"the action is {actions[i]}; it must be from {least} to {largest}"
+                )
+
+    def _step(self, i, action):
+        self._steps[i] += 1
+        try:
+            result = self.envs[i].step(action + self._first_action)
+        except Exception as error:
+            raise self._error(i, f"step({action}) raised {_describe(error)}") from error
+        try:
+            observation, reward, terminated, truncated, info = result
+            reward = float(reward)
+        except (TypeError, ValueError) as error:
+            raise self._error(i, _describe_result(result, error)) from error
+        if not abs(reward) <= MAX_REWARD:
+            raise self._error(i, f"the reward is {reward}; it must be finite, as a float32")
+        self.row["last_action"][i] = action
+        if self._rows.step(i, reward, terminated, truncated, info.get("game_over", True)):
+            self._reset(i)
+        else:
+            self._write_frame(i, observation)
+
+    def _reset(self, i, seed=None):
+        try:
+            result = self.envs[i].reset(seed=seed)
+        except Exception as error:
+            raise self._error(i, f"reset() raised {_describe(error)}") from error
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise self._error(
+                i, "reset() returned no pair, as in the old Gym API: return observation and info"
+            )
+        self._write_frame(i, result[0])
+
+    def _write_frame(self, i, observation):
+        try:
+            write_observation(self.row["frame"], i, observation, "as its space says")
+        except ValueError as error:
+            raise self._error(i, f"the observation is not of its space: {error}") from error
+
+    def _wrapper_attr(self, name, default):
+        try:
+            return self.envs[0].get_wrapper_attr(name)
+        except AttributeError:
+            return default
+
+    def _check_spaces(self):
+        first = self.envs[0]
+        try:
+            count_actions(first.action_space)
+            empty_observation(first.observation_space, 0)
+        except EnvError as error:
+            raise EnvError(f"{self.name}: {error}") from None
+        for i, env in enumerate(self.envs):
+            for what in ("observation_space", "action_space"):
+                space, other = getattr(env, what), getattr(first, what)
+                if space != other:
+                    raise EnvError(
+                        f"{self.name}: the {what.replace('_', ' ')} of environment {i} is {space}, "
+                        f"but that of environment 0 is {other}; all must be equal"
+                    )
+
+    def _error(self, i, what):
+        spec = self.envs[i].spec
+        return EnvError(
+            f"{self.name}: environment {i} ({spec.id if spec else self.envs[i]}, "
+            f"seed {self.seeds[i]}), step {self._steps[i]}: {what}"
+        )
+
+
+def _describe(error):
+    return f"{type(error).__name__}: {error}"
+
+
+def _describe_result(result, error):
+    """Say what is wrong with what `step` returned."""
+    expected = "observation, reward, terminated, truncated and info"
+    if not isinstance(result, tuple):
+        return f"step() returned {type(result).__name__}; it should return {expected}"
+    if len(result) == 4:
+        return f"step() has the old Gym API: return terminated and truncated, that is, {expected}"
+    if len(result) != 5:
+        return f"step() returned {len(result)} values; it should return {expected}"
+    return f"the reward is {result[1]!r:.100}: {_describe(error)}"

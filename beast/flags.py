@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags that every program has, and how a command line and a checkpoint become one set of flags."""
+
+import argparse
+import datetime
+import difflib
+import importlib.util
+import logging
+import os
+import signal
+import sys
+
+from beast import checkpoint, credentials, evaluate
+from beast.checkpoint import BEST, NEWEST, run_path
+from beast.errors import EnvError, FlagError
+from beast.processes import exit_with_parent
+
+LOG_FORMAT = "[%(levelname)s %(asctime)s %(process)d] %(message)s"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose help shows defaults and whose errors are one line.
+
+    Args:
+      program: file name of the program, which its checkpoints are marked with.
+    """
+
+    def __init__(self, program, description):
+        super().__init__(
+            prog=program, description=description, formatter_class=_Formatter, allow_abbrev=False
+        )
+        self.set_defaults(program=program)
+
+    def error(self, message):
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        options = [option for option in self._option_string_actions if option.startswith("--")]
+        for word in unknown:
+            similar = difflib.get_close_matches(word.partition("=")[0], options, 1)
+            if similar:
+                message += f"; did you mean {similar[0]}?"
+        self.exit(2, f"{self.prog}: {message} (--help lists all flags)\n")
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults where they say something: not that a switch is off, or that None is None."""
+
+    def _get_help_string(self, action):
+        if action.default is None or isinstance(action.default, bool):
+            return action.help
+        return super()._get_help_string(action)
+
+
+def positive(kind):
+    """Return a type for `add_argument`: an int or a float above 0."""
+    return _checked(kind, lambda value: 0 < value < float("inf"), "must be positive")
+
+
+def non_negative(kind):
+    """Return a type for `add_argument`: an int or a float of at least 0."""
+    return _checked(kind, lambda value: 0 <= value < float("inf"), "must not be negative")
+
+
+def fraction(text):
+    """A type for `add_argument`: a float from 0 to 1."""
+    return _checked(float, lambda value: 0 <= value <= 1, "must be from 0 to 1")(text)
+
+
+def _checked(kind, is_valid, rule):
+    def parse(text):
+        value = kind(text)
+        if not is_valid(value):
+            raise argparse.ArgumentTypeError(f"{text} is not valid: it {rule}")
+        return value
+
+    parse.__name__ = kind.__name__  # for the message where `kind` refuses the text
+    return parse
+
+
+def add_run_flags(parser):
+    """Add what all programs have and researchers seldom edit: the run, and its evaluation."""
+    # fmt: off
+    run = parser.add_argument_group("run")
+    run.add_argument("--mode", default="train", choices=["train", "test", "test_render"],
+                     help="Train; test: play whole games with a checkpoint; test_render: the same, "
+                     "shown on screen.")
+    run.add_argument("--env", help="Atari game of ale-py (by default PongNoFrameskip-v4; with "
+                     "servers that run already, what they play). For any other environment, edit "
+                     "create_env.")
+    run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
+                     help="What steps the games in training: one environment after the other, or "
+                     "ale-py's AtariVectorEnv, whose games differ a little (docs/ale_vector.md) "
+                     "and for which create_env is not called. --mode test always plays with gym.")
+    run.add_argument("--xpid", help="Name of the run; one that has a checkpoint is resumed. "
+                     "By default a new name, made of the time; to test, the latest run.")
+    run.add_argument("--savedir", default="~/logs/torchbeast", help="Folder of all runs.")
+    run.add_argument("--seed", type=non_negative(int), help="Seed of environments, model and "
+                     "action sampling. By default a random one, which meta.json holds.")
+    run.add_argument("--checkpoint_interval_s", default=600, type=positive(float),
+                     help="Seconds from one checkpoint to the next: the most that a kill can cost.")
+    run.add_argument("--wandb", action="store_true",
+                     help="Log to Weights & Biases, too (pip install wandb).")
+    run.add_argument("--disable_checkpoint", action="store_true", help="Save no checkpoint.")
+    run.add_argument("--disable_cuda", action="store_true", help="Learn on the CPU.")
+    run.add_argument("--precision", choices=["fp32", "bf16"],
+                     help="Number format of the net's layers before the LSTM, in actors and "
+                     "learner; all else is float32. By default bf16 where the machine multiplies "
+                     "in it, else fp32.")
+    run.add_argument("--write_profiler_trace", action="store_true",
+                     help="Write a trace of 20 updates into the run's folder.")
+    run.add_argument("--stall_timeout_s", default=60, type=positive(float),
+                     help="Seconds of silence after which the log names an actor, environment "
+                     "server or thread, with its stack; an actor or server is killed and replaced "
+                     "after five times as long.")
+    run.add_argument("--end_with_stdin", action="store_true",
+                     help="End, as by SIGTERM, when standard input ends: for programs, and ssh, "
+                     "that must not leave this one behind.")
+    run.add_argument("--autotune", action="store_true", help=argparse.SUPPRESS)
+    # fmt: on
+    evaluate.add_flags(parser)
+
+
+def add_server_flags(parser):
+    """Add where environment servers are, or how many to start."""
+    # fmt: off
+    group = parser.add_argument_group("environment servers")
+    group.add_argument("--server_addresses", help="Where servers run already: host:port, "
+                       "host:first_port-last_port or unix:/path, separated by commas. By default, "
+                       "and where it is empty, servers are started here.")
+    group.add_argument("--num_servers", default=2, type=positive(int),
+                       help="Server processes to start here.")
+    group.add_argument("--pipes_basename", help="Start them at NAME.0, NAME.1, ... (a single one "
+                       "at NAME), such as unix:/tmp/polybeast; or at host:port and the ports after "
+                       "it. By default in a temporary folder.")
+    group.add_argument("--num_actors", type=positive(int), help="Streams, which the servers share. "
+                       "By default one for each server.")
+    group.add_argument("--envs_per_stream", type=positive(int), help="Environments that a server "
+                       "steps as one batch. By default as its own flag says, which is 8 unless it "
+                       "was given.")
+    # fmt: on
+    credentials.add_flags(parser)
+
+
+def parse_flags(parser, argv=None):
+    """Parse the command line; what it leaves open comes from the run's checkpoint, if it has one.
+
+    So `--xpid NAME` alone resumes a run, or tests it, just as it was started. From here on training
+    ends with standard input, if it is to, also while PolyBeast waits for servers.
+
+    Raises:
+      FlagError: the run, its checkpoint and the flags do not fit together.
+    """
+    flags = parser.parse_args(argv)
+    if flags.autotune:
+        arguments = [a for a in (sys.argv[1:] if argv is None else argv) if a != "--autotune"]
+        command = " ".join(["python -m beast.autotune", flags.program, *arguments])
+        raise FlagError(f"--autotune is a program of its own now: {command}")
+    if sys.platform != "linux":
+        raise FlagError(f"this runs on Linux only, not on {sys.platform}")
+    if flags.xpid is None:
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        flags.xpid = f"torchbeast-{now}" if flags.mode == "train" else "latest"
+    if flags.xpid == "latest":
+        if not run_path(flags).exists():
+            raise FlagError(f"there is no run in {flags.savedir} yet")
+        flags.xpid = run_path(flags).resolve().name
+    if flags.best and flags.mode == "train":
+        raise FlagError("--best is for --mode test: training resumes the newest checkpoint")
+    saved = checkpoint.load(flags, BEST if flags.best else NEWEST)
+    if saved is not None:
+        flags = _complete(parser, argv, flags, saved)
+    elif flags.mode != "train":
+        _refuse_missing_run(flags)
+    if flags.env is None and not getattr(flags, "server_addresses", None):
+        flags.env = "PongNoFrameskip-v4"
+    if flags.seed is None and flags.mode == "train":
+        flags.seed = int.from_bytes(os.urandom(4), "little")
+    wants_wandb = flags.mode == "train" and flags.wandb
+    if wants_wandb and importlib.util.find_spec("wandb") is None:
+        raise FlagError("--wandb needs a package that is not installed: pip install wandb")
+    evaluate.check_flags(flags)
+    if flags.mode == "train" and flags.end_with_stdin:  # a test looks after this by itself
+        exit_with_parent(sys.stdin.fileno(), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    return flags
+
+
+def _complete(parser, argv, flags, saved):
+    """Return the flags with what the command line leaves open taken from a checkpoint."""
+    kept = {k: v for k, v in saved["flags"].items() if k in flags}
+    kept = {k: v for k, v in kept.items() if k not in checkpoint.NOT_RESUMED}
+    xpid, flags = flags.xpid, parser.parse_args(argv, argparse.Namespace(**kept))
+    flags.xpid = xpid
+    if saved["flags"]["env"] not in (None, flags.env):  # None: of servers that named no game
+        raise FlagError(
+            f"--env is {flags.env}, but the checkpoint in {run_path(flags)} is of "
+            f"{saved['flags']['env']}: leave --env out, or choose another --xpid"
+        )
+    if flags.mode == "train" and saved["step"] >= flags.total_steps:
+        raise FlagError(
+            f"{run_path(flags)} has done its {saved['step']:,} steps: raise --total_steps "
+            f"({flags.total_steps:,}) to go on, or choose another --xpid"
+        )
+    return flags
+
+
+def _refuse_missing_run(flags):
+    folder, name = run_path(flags).parent, BEST if flags.best else NEWEST
+    runs = sorted(folder.glob(f"*/{name}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    names = [path.parent.name for path in runs if not path.parent.is_symlink()]
+    hint = "; a best one comes after the first game" if flags.best else ""
+    listed = (
+        f"runs with one, the newest first: {', '.join(names[:10])}" if names else "no run has one"
+    )
+    raise FlagError(f"there is no checkpoint in {run_path(flags)}{hint} ({listed})")
+
+
+def run_program(main):
+    """Run a program's `main` and exit with its status; what users can mend gets no traceback."""
+    logging.basicConfig(format=LOG_FORMAT, level=logging.INFO)
+    # Until a run's own handlers are in place: unwind, so that what was started is ended.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        sys.exit(main())
+    except (FlagError, EnvError) as error:
+        sys.exit(f"{os.path.basename(sys.argv[0])}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

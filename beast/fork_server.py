@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fork server, from which actor processes are started: it has no threads, and imports once.
+
+No torch here; the server itself imports it for all actors.
+"""
+
+import contextlib
+import functools
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
+import os
+import signal
+import subprocess
+
+from beast.processes import signals_blocked
+
+
+def start_fork_server():
+    """Return the multiprocessing context in which actors are started."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", "torch", "gymnasium", "ale_py", "cv2"])
+    # It inherits that the signals are blocked, and so outlives a Ctrl-C or SIGTERM that reaches
+    # the whole process group: only the main process decides what to do then.
+    with signals_blocked():
+        multiprocessing.forkserver.ensure_running()
+    _remove_after_death(multiprocessing.util.get_temp_dir())
+    return context
+
+
+def kill_fork_server():
+    """Wake whoever waits for the fork server, which may be stopped; there will be another one."""
+    pid = multiprocessing.forkserver._forkserver._forkserver_pid
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def end_process(process, patience):
+    """Kill a process of the fork server unless it ends by itself in so many seconds."""
+    process.join(max(0, patience))
+    if process.is_alive() or process.exitcode == 255:
+        # It hangs; or the fork server died, and it only seems to be dead.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    process.join(2)
+    if process.is_alive():  # as far as the fork server knows
+        kill_fork_server()
+        process.join(2)  # no longer: an actor stopped as it started may hold the fork server's pipe
+
+
+@functools.cache  # keeps the process, and with it the pipe
+def _remove_after_death(folder):
+    """Have a folder, here that of the fork server's socket, removed even if we are killed."""
+    return subprocess.Popen(
+        ["sh", "-c", 'read _; rm -rf "$0"', folder], stdin=subprocess.PIPE, process_group=0
+    )

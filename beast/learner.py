@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learner: its batches, the state that its threads change, and the lock that guards it."""
+
+import ctypes
+import threading
+from typing import NamedTuple
+
+import torch
+
+
+class Batch(NamedTuple):
+    """Rollouts to learn from, and what is logged of them."""
+
+    rows: dict  # nests of tensors [T + 1, B, ...], on the learner's device
+    agent_state: tuple  # before row 0, a nest of tensors [layers, B, ...], there too
+    cpu_rows: dict  # the same rows on the CPU
+    policy_versions: list  # B numbers: of the weights that acted
+    sources: dict  # the actors or streams that made them, for messages
+
+
+class Learner:
+    """Model, optimizer, schedule, counts and published weights.
+
+    Args:
+      model: on its device.
+      optimizer, decay: the optimizer, and a function that returns the factor of its learning rate
+        after so many agent steps.
+      weights: SharedWeights or LocalWeights, into which new weights are published.
+
+    Attributes:
+      num_threads: with which PyTorch shall compute in the learner's threads.
+      lock: reentrant; held while anything here is changed or copied.
+      stats: dict of step (agent steps learned from), episode_returns and game_returns (of the last
+        100), skipped_updates and skipped_in_a_row.
+    """
+
+    def __init__(self, model, optimizer, decay, weights):
+        self.lock = threading.RLock()
+        self.model, self.optimizer, self.weights = model, optimizer, weights
+        self.num_threads = torch.get_num_threads()
+        self.device = next(model.parameters()).device
+        self.stats = {"step": 0, "episode_returns": [], "game_returns": []}
+        self.stats |= {"skipped_updates": 0, "skipped_in_a_row": 0}
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: decay(self.step))
+        if self.device.type == "cpu":
+            keep_freed_memory()
+
+    @property
+    def step(self):
+        return self.stats["step"]
+
+    def count(self, steps, episode_returns, game_returns):
+        """Count an update: its agent steps, and the returns of what ended in its batch."""
+        self.stats["step"] += steps
+        self.scheduler.step()
+        for name, returns in (("episode_returns", episode_returns), ("game_returns", game_returns)):
+            self.stats[name] = (self.stats[name] + returns)[-100:]
+
+    def publish(self):
+        self.weights.publish(self.model)
+
+
+def get_device(flags):
+    """Return the device to learn on."""
+    cuda = torch.cuda.is_available() and not flags.disable_cuda
+    return torch.device("cuda:0" if cuda else "cpu")
+
+
+def keep_freed_memory():
+    """Have malloc keep large blocks that are freed, rather than fault them in at each update.
+
+    On a CPU this makes learning a fifth faster (benchmarks/README.md). For glibc; else nothing.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+    mallopt(M_ARENA_MAX, 1)  # the arenas of other threads could not hold such blocks
+    mallopt(M_MMAP_THRESHOLD, 2**30)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of updates and runs: from tensors to numbers, from numbers to texts."""
+
+import math
+
+import torch
+
+
+def to_floats(metrics):
+    """Return a dict of metrics, each a tensor of one element or a number, as a dict of floats.
+
+    Raises:
+      ValueError: a metric is not one number; the message names it.
+    """
+    values = []
+    for name, value in metrics.items():
+        try:
+            value = torch.as_tensor(value, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"the metric {name!r} is a {type(value).__name__}, but a metric is one number"
+            ) from error
+        if value.numel() != 1:
+            raise ValueError(
+                f"the metric {name!r} has shape {list(value.shape)}, but a metric is one number: "
+                "take its mean, or give each element a name of its own"
+            )
+        values.append(value.detach().flatten())
+    # In one go, since on a GPU each of them alone would be waited for.
+    devices = {value.device for value in values if value.device.type != "cpu"}
+    device = devices.pop() if devices else torch.device("cpu")
+    numbers = torch.cat([value.to(device) for value in values]).tolist()
+    return dict(zip(metrics, numbers, strict=True))
+
+
+def is_finite(metrics):
+    """Return whether all metrics, floats by name, are finite."""
+    return all(map(math.isfinite, metrics.values()))
+
+
+def mean(values):
+    """Return the mean of some numbers; None, not NaN, where there are none yet."""
+    return math.fsum(values) / len(values) if values else None
+
+
+def means(dicts):
+    """Return the mean of each metric over those dicts that have it."""
+    names = dict.fromkeys(name for metrics in dicts for name in metrics)
+    return {name: mean([m[name] for m in dicts if name in m]) for name in names}
+
+
+def show(value):
+    """Return a number as a short text; a dash for None."""
+    return "-" if value is None else f"{value:.4g}"

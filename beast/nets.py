@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Creating a net for an environment, and checking that they fit, before anything is started."""
+
+import inspect
+
+import numpy as np
+import torch
+
+from beast.environments import map_nest
+from beast.errors import FlagError
+from beast.spaces import count_actions, empty_actions, empty_observation
+from libtorchbeast.rows import DTYPES
+
+T, B = 2, 3  # of the sample: with T = B = 1 a transposed or flattened answer would pass
+
+
+def sample_rows(observation_space, action_space):
+    """Return rows [T, B, ...] as an environment with these spaces gives them, all zeros."""
+    rows = {key: np.zeros(T * B, dtype) for key, dtype in DTYPES.items()}
+    rows["frame"] = empty_observation(observation_space, T * B)
+    rows["last_action"] = empty_actions(action_space, T * B)
+    return map_nest(lambda a: torch.from_numpy(a).view(T, B, *a.shape[1:]), rows)
+
+
+def create_net(net_class, observation_space, action_space, **arguments):
+    """Return a net, and its answer to sample rows: rows, outputs, new state, with T and B as above.
+
+    Args:
+      net_class: called with the observation space, count_actions of the action space, and, by
+        name, `arguments`.
+
+    Raises:
+      FlagError: it cannot be made for these spaces, cannot answer, or answers in another shape.
+    """
+    num_actions = count_actions(action_space)
+    where = f"{net_class.__name__} in {inspect.getfile(net_class)}"
+    spaces = f"frames {observation_space} and {num_actions} actions"
+    try:
+        model = net_class(observation_space, num_actions, **arguments)
+    except Exception as error:
+        raise FlagError(
+            f"{where} cannot be made for {spaces} ({type(error).__name__}: {error}): edit it, see "
+            "docs/model.md"
+        ) from error
+    rows = sample_rows(observation_space, action_space)
+    try:
+        with torch.no_grad():
+            state = model.initial_state(B)
+            outputs, new_state = model(rows, state)
+    except Exception as error:
+        raise FlagError(
+            f"{where} cannot answer rows of T = {T}, B = {B} with {spaces} "
+            f"({type(error).__name__}: {error}): edit it, see docs/model.md"
+        ) from error
+    _check_outputs(outputs, rows, where)
+    _check_state(state, new_state, where)
+    return model, (rows, outputs, new_state)
+
+
+def _check_outputs(outputs, rows, where):
+    if not isinstance(outputs, dict):
+        raise FlagError(
+            f"{where} should return a dict of outputs and a new state, but the first of them is a "
+            f"{type(outputs).__name__}"
+        )
+    for name in ("action", "policy_logits", "baseline"):
+        if name not in outputs:
+            raise FlagError(f"the output of {where} has no {name!r}, only {sorted(outputs)}")
+        if not isinstance(outputs[name], torch.Tensor):
+            kind = type(outputs[name]).__name__
+            raise FlagError(f"the output {name!r} of {where} should be a tensor, but is a {kind}")
+    action, taken = outputs["action"], rows["last_action"]
+    if action.shape != taken.shape or action.is_floating_point() != taken.is_floating_point():
+        raise FlagError(
+            f"for rows of T = {T}, B = {B} {where} chooses actions {list(action.shape)} of "
+            f"{action.dtype}, but the environment takes {list(taken.shape)} of {taken.dtype} "
+            "([T, B, parts], without parts where actions are Discrete): edit the net and the "
+            "losses (docs/action_spaces.md)"
+        )
+    if outputs["baseline"].shape != (T, B):
+        raise FlagError(
+            f"for rows of T = {T}, B = {B} the baseline of {where} should have the shape "
+            f"[{T}, {B}], but has {list(outputs['baseline'].shape)}"
+        )
+    logits = outputs["policy_logits"]
+    if logits.shape[:2] != (T, B) or logits.dim() < 3:
+        raise FlagError(
+            f"for rows of T = {T}, B = {B} the policy_logits of {where} should have the shape "
+            f"[{T}, {B}, actions], but have {list(logits.shape)}"
+        )
+
+
+def _check_state(state, new_state, where):
+    def check(before):
+        if not isinstance(before, torch.Tensor) or before.dim() < 2 or before.shape[1] != B:
+            raise FlagError(
+                f"initial_state({B}) of {where} should return tensors [layers, {B}, ...], not "
+                f"{list(getattr(before, 'shape', [])) or before}; () for no state"
+            )
+
+    def compare(before, after):
+        if before.shape != after.shape:
+            raise FlagError(
+                f"{where} returns a state of shape {list(after.shape)}, but gets "
+                f"{list(before.shape)}"
+            )
+
+    map_nest(check, state)
+    try:
+        map_nest(compare, state, new_state)
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        if isinstance(error, FlagError):
+            raise
+        raise FlagError(f"{where} returns a state unlike its initial_state: {error!r}") from error

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How processes start, and what ends them with their parent. No torch here."""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.resource_tracker
+import os
+import signal
+import threading
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)  # which a new process is not ready for at once
+
+
+@contextlib.contextmanager
+def signals_blocked():
+    """Block the handled signals in the processes that are started in this block.
+
+    A process unblocks them when its handlers are in place. Until then a Ctrl-C, which reaches the
+    whole process group, would end it in the middle of its imports.
+    """
+    multiprocessing.resource_tracker.ensure_running()  # starting it later would unblock them
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+
+
+def exit_now():
+    """End this process at once, whatever its other threads do, and its group if it leads one."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def exit_with_parent(pipe=None, end=exit_now, while_alive=lambda: None):
+    """Have this process end when its parent does, even of SIGKILL: by a thread that watches a pipe.
+
+    Args:
+      pipe: file descriptor of a pipe whose other end the parent holds open: for programs that a
+        program starts, standard input. By default multiprocessing's own.
+      end: called in the thread when the parent has ended.
+      while_alive: called about once a second until then.
+    """
+    if pipe is None:
+        pipe = multiprocessing.parent_process().sentinel
+
+    def watch():
+        while not (multiprocessing.connection.wait([pipe], timeout=1) and os.read(pipe, 1) == b""):
+            while_alive()
+        end()
+
+    threading.Thread(target=watch, name="exit with parent", daemon=True).start()

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training run from its first line to its last: resuming, logs, checkpoints, signals, the end.
+
+with Run(flags, learner) as run:
+    with Threads(run.stop, on_exit=[queue.close]) as threads:
+        threads.start(batch_and_learn, flags, learner, queue, run)
+        run.watch(queue)
+return run.exit_status
+"""
+
+import datetime
+import io
+import logging
+import os
+import pprint
+import signal
+import threading
+import time
+from collections import deque
+
+import torch
+
+from beast import checkpoint, diagnostics, metrics
+from beast.atomic_files import replace_file
+from beast.background_evaluation import BackgroundEvaluation
+from beast.errors import EnvError, FlagError
+from beast.processes import STOP_SIGNALS
+from beast.run_folder import RunFolder
+from beast.waits import Stopwatch, WaitFractions
+from beast.watchdog import Watchdog, print_stacks_on_signal
+
+LOG_INTERVAL = 5  # seconds
+LOG_UPDATES = 50  # in its place with --deterministic, where time must not count
+MAX_SKIPPED = 10  # updates in a row that are not finite
+RESERVED = {"_tick", "_time", "step", "steps_per_second", "learning_rate", "learner_wait"}
+ENDS = ("done", "episode_return", "game_done", "game_return")  # keys that returns are read from
+
+
+class Run:
+    """A training run; use as a context manager, in which the checkpoint, if any, is resumed.
+
+    Args:
+      flags: of the program. Where it has them, num_learner_threads, deterministic, episodic_life
+        and frames_per_step count, too.
+      learner: a Learner, which this restores, logs and saves.
+
+    Attributes:
+      stop: threading.Event that ends the run: set by Ctrl-C, SIGTERM, the last step, or by others.
+      first_step: agent step at which the run starts, or is resumed.
+      exit_status: for the shell, when the block is left.
+
+    At the end a last checkpoint is saved, unless an error ends the run that is not an EnvError.
+
+    Raises:
+      FlagError: the checkpoint or the folder cannot be used; or the last checkpoint could not be
+        saved.
+    """
+
+    def __init__(self, flags, learner):
+        self._flags, self._learner = flags, learner
+        self.stop = threading.Event()
+        self.exit_status = 0
+        self._signals = []  # that were caught
+        self._system = None
+        self._updates = []  # metrics of those since the last tick; the learner's lock guards them
+        self._lags = []  # of the rollouts since the last tick, in updates; likewise
+        self._diagnostics = diagnostics.Diagnostics()
+        self._learner_waits = Stopwatch(getattr(flags, "num_learner_threads", 1))
+        self._wait_fractions = WaitFractions()
+        self._profiler = None
+
+    def __enter__(self):
+        self._folder = RunFolder(self._flags)
+        self.path = self._folder.path
+        self._handlers = {n: signal.signal(n, self._handle_signal) for n in STOP_SIGNALS}
+        try:
+            self._start()
+        except BaseException as error:
+            self._restore_handlers()
+            self._folder.close("", error)
+            raise
+        return self
+
+    def _start(self):
+        logging.info("Flags:\n%s", pprint.pformat(vars(self._flags)))
+        resumed = checkpoint.resume(self._flags, self._learner)
+        self.first_step = self._learner.step
+        logging.info(
+            "Resuming %s at step %s" if resumed else "New run: %s",
+            *((self.path, f"{self.first_step:,}") if resumed else (self.path,)),
+        )
+        self._checkpoints = checkpoint.Writer(self._flags, self._learner)
+        self._folder.start_logs(self.first_step)
+        self._learner.publish()
+        self._evaluations = BackgroundEvaluation(self._flags, self.first_step)
+        self.watchdog = Watchdog(self._flags.stall_timeout_s, self._silences)
+        print_stacks_on_signal(lambda: self._system.pids() if self._system else [])
+        # Times and steps of the last minute or so, for the time left.
+        self._ticks = deque([(time.monotonic(), self.first_step)], maxlen=12)
+
+    def __exit__(self, error_type, error, traceback):
+        self.stop.set()
+        self.watchdog.close()
+        self._evaluations.close()
+        status = "ended"
+        try:
+            if error is None or isinstance(error, EnvError):  # what was learned is good
+                self._checkpoints.save(self._learner)
+            self.tick()
+            if self._checkpoints.failure and error is None:
+                status = f"ended, but {self._checkpoints.failure}"
+        finally:
+            if self._signals:
+                status = status.replace("ended", f"stopped by {self._signals[0].name}", 1)
+                self.exit_status = 128 + self._signals[0]
+            self._restore_handlers()
+            self._folder.close(status, error)
+        if self._checkpoints.failure and error is None:
+            raise FlagError(self._checkpoints.failure)
+
+    def follow(self, batches):
+        """Yield from `batches`, and count how long all learner threads wait for them."""
+        batches = iter(batches)
+        while True:
+            self.watchdog.beat("waits for a batch")
+            with self._learner_waits:
+                batch = next(batches, None)
+            if batch is None:
+                return
+            self.watchdog.beat("learns")
+            yield batch
+
+    def record(self, update, batch):
+        """Count an update whose weights have been published; requires the learner's lock.
+
+        Args:
+          update: its metrics, floats by name, among them `steps`.
+          batch: the Batch that it was made of.
+
+        Raises:
+          ValueError: there is no metric `steps`, or one has the name of a column of ours.
+          FloatingPointError: too many updates in a row were not finite; the batch has been saved.
+        """
+        if "steps" not in update or not RESERVED.isdisjoint(update):
+            raise ValueError(
+                "the metrics of an update must have `steps`, the number of its transitions "
+                f"(mask.sum()), and none of {sorted(RESERVED)}, but have {sorted(update)}"
+            )
+        # Row 0 was counted when it was the last row of the rollout before.
+        rows = {name: batch.cpu_rows[name][1:] for name in ENDS}
+        self._learner.count(
+            int(update["steps"]),
+            rows["episode_return"][rows["done"]].tolist(),
+            rows["game_return"][rows["game_done"]].tolist(),
+        )
+        version = self._learner.weights.version - 1  # that was learned from
+        self._lags += [version - v for v in batch.policy_versions]
+        if metrics.is_finite(update):
+            self._learner.stats["skipped_in_a_row"] = 0
+            self._updates.append({k: v for k, v in update.items() if k != "steps"})
+        else:
+            self._skip(update, batch)
+        if self._flags.write_profiler_trace:
+            self._profile()
+        if self._learner.step >= self._flags.total_steps:
+            self.stop.set()
+        if getattr(self._flags, "deterministic", False):
+            if self._learner.weights.version % LOG_UPDATES == 0:
+                self.tick()
+
+    def watch(self, system=None):
+        """Log and save from time to time, until `stop` is set.
+
+        Args:
+          system: actors, streams or whatever plays, or None; what is logged of it:
+            waits(): seconds since the start for which it waited, by name
+            metrics(): numbers by name
+            texts(metrics): a few characters for the status line, by name
+            silences(): as a Watchdog wants them
+            pids(): of its processes.
+        """
+        self._system = system
+        interval = min(LOG_INTERVAL, self._flags.checkpoint_interval_s)
+        while not self.stop.wait(interval):
+            self.watchdog.beat("looks after the run")
+            if not getattr(self._flags, "deterministic", False):
+                self.tick()
+            if self._checkpoints.are_due(within=interval):
+                self._checkpoints.save(self._learner)
+
+    def tick(self):
+        """Log a row of metrics."""
+        learner, system = self._learner, self._system
+        with learner.lock:
+            step, stats = learner.step, learner.stats
+            latest, num_updates = metrics.means(self._updates), len(self._updates)
+            latest |= {
+                "mean_episode_return": metrics.mean(stats["episode_returns"]),
+                "mean_game_return": metrics.mean(stats["game_returns"]),
+                "learning_rate": learner.optimizer.param_groups[0]["lr"],
+                "policy_lag_min": min(self._lags, default=None),
+                "policy_lag_mean": metrics.mean(self._lags),
+                "policy_lag_max": max(self._lags, default=None),
+            }
+            latest["skipped_updates"] = stats["skipped_updates"]
+            self._updates, self._lags = [], []
+        waits = {"learner_wait": self._learner_waits.seconds()} | (system.waits() if system else {})
+        fractions = self._wait_fractions(**waits)
+        latest |= fractions | self._evaluations.tick(learner)
+        latest |= system.metrics() if system else {}
+
+        show = {name: metrics.show(value) for name, value in latest.items()}
+        texts = {"return": show["mean_episode_return"]}
+        if getattr(self._flags, "episodic_life", False):
+            texts["game"] = show["mean_game_return"]
+        texts["loss"] = show.get("total_loss", "-")
+        texts["wait"] = "/".join(f"{fraction:.0%}" for fraction in fractions.values())
+        texts |= system.texts(latest) if system else {}
+        texts["lag"] = "/".join(show[f"policy_lag_{name}"] for name in ("min", "mean", "max"))
+        texts["health"] = self._diagnostics.text(latest, num_updates)
+        rate, line = self._status_line(step, texts)
+        self._folder.log(step, {"steps_per_second": rate, **latest}, line)
+
+    def _status_line(self, step, texts):
+        now = time.monotonic()
+        last_time, last_step = self._ticks[-1]
+        rate = (step - last_step) / max(now - last_time, 1e-9)
+        first_time, first_step = self._ticks[0]
+        self._ticks.append((now, step))
+        lasting_rate = (step - first_step) / max(now - first_time, 1e-9)
+        left = "-"
+        if lasting_rate > 0:
+            seconds = max(0, self._flags.total_steps - step) / lasting_rate
+            left = str(datetime.timedelta(seconds=round(seconds)))
+        frames = getattr(self._flags, "frames_per_step", 1)  # a step
+        parts = [f"{step:,} steps", f"{rate:,.0f} steps/s ({rate * frames:,.0f} frames/s)"]
+        parts += [f"{name} {text}" for name, text in texts.items()]
+        return rate, " | ".join([*parts, f"left {left}"])
+
+    def _skip(self, update, batch):
+        """Count an update that was skipped, and say where its batch comes from."""
+        stats = self._learner.stats
+        stats["skipped_updates"] += 1
+        stats["skipped_in_a_row"] += 1
+        values = ", ".join(f"{name} {value}" for name, value in update.items())
+        logging.error(
+            "The update was skipped, as it is not finite (%d in all; %d in a row, %d end the run): "
+            "%s. Its batch comes from %s",
+            *(stats["skipped_updates"], stats["skipped_in_a_row"], MAX_SKIPPED),
+            *(values, batch.sources),
+        )
+        if stats["skipped_in_a_row"] < MAX_SKIPPED:
+            return
+        path, content = self.path / "bad_batch.tar", io.BytesIO()
+        saved = {"batch": batch.cpu_rows, "agent_state": batch.agent_state}
+        torch.save(saved | {"sources": batch.sources, "metrics": update}, content)
+        where = f"is in {path}"
+        try:
+            replace_file(path, content.getbuffer())
+        except OSError as error:  # which must not hide what ends the run
+            where = f"could not be written into {path} ({error.strerror or error})"
+        raise FloatingPointError(
+            f"{MAX_SKIPPED} updates in a row were not finite, the last one with {values}. The "
+            f"batch {where}, of {batch.sources}; the checkpoint is from before. Look at the "
+            "rewards and frames in it, and try a lower --learning_rate"
+        )
+
+    def _profile(self):
+        """Count an update for the profiler, which sees the thread that starts it."""
+        if self._profiler is None:
+
+            def write(profiler):
+                profiler.export_chrome_trace(str(self.path / "trace.json"))
+                logging.info("Wrote %s", self.path / "trace.json")
+
+            schedule = torch.profiler.schedule(wait=20, warmup=5, active=20, repeat=1)
+            self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+            self._profiler.start()
+            self._profiled_thread = threading.get_ident()
+        if threading.get_ident() == self._profiled_thread:
+            self._profiler.step()
+
+    def _silences(self):
+        return self._system.silences() if self._system else []
+
+    def _restore_handlers(self):
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _handle_signal(self, number, _):
+        """Stop the run. A signal that comes more than a second later ends the process at once.
+
+        Within the second it is the same one again: make and timeout send it to the process and to
+        its group.
+        """
+        self._signals.append(signal.Signals(number))
+        if len(self._signals) == 1:
+            self._signal_time = time.monotonic()
+            # In a thread, since the main one may be holding the very locks that this needs.
+            threading.Thread(target=self._announce_stop).start()
+        elif time.monotonic() > self._signal_time + 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _announce_stop(self):
+        self.stop.set()
+        logging.info("Caught %s: ending", self._signals[0].name)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observation and action spaces: as arrays, as what a net needs to know, and as JSON."""
+
+import json
+
+import gymnasium as gym
+import numpy as np
+
+from beast.errors import EnvError
+
+
+def empty_observation(space, num_envs, path="observation"):
+    """Return a nest of zeros [num_envs, ...] that holds a batch of observations of `space`."""
+    if isinstance(space, gym.spaces.Dict):
+        items = space.spaces.items()
+        return {key: empty_observation(s, num_envs, f"{path}[{key!r}]") for key, s in items}
+    if isinstance(space, gym.spaces.Tuple):
+        items = enumerate(space.spaces)
+        return tuple(empty_observation(s, num_envs, f"{path}[{k}]") for k, s in items)
+    if space.shape is None or space.dtype is None or space.dtype.kind not in "biuf":
+        advice = "wrap the environment so that it is a Box, or a Dict or Tuple of them"
+        if path != "observation":
+            advice = (
+                "leave it out by gymnasium.wrappers.FilterObservation(env, KEYS_TO_KEEP), or wrap "
+                "the environment so that it is a Box"
+            )
+        raise EnvError(f"the space of {path} is {space}, which is no array of numbers: {advice}")
+    return np.zeros((num_envs, *space.shape), space.dtype)
+
+
+def count_actions(space):
+    """Return what a net needs to know of an action space.
+
+    Of Discrete, the number of actions; of MultiDiscrete, a tuple of the numbers of its k parts; of
+    a Box, the number k of its parts.
+    """
+    if isinstance(space, gym.spaces.Discrete):
+        return int(space.n)
+    if isinstance(space, gym.spaces.MultiDiscrete) and len(space.shape) == 1:
+        return tuple(space.nvec.tolist())
+    if isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.dtype.kind == "f":
+        return space.shape[0]
+    raise EnvError(
+        f"the action space is {space}; only Discrete, and MultiDiscrete and Box (of floats) of one "
+        "dimension are supported, so wrap the environment to have one of these"
+    )
+
+
+def empty_actions(space, num_envs):
+    """Return zeros that hold a batch of actions of `space`, as agents choose them.
+
+    Those of Discrete and MultiDiscrete are int64, [num_envs] and [num_envs, k], and count from 0
+    wherever the space starts; those of a Box are float32, [num_envs, k].
+    """
+    dtype = np.float32 if isinstance(space, gym.spaces.Box) else np.int64
+    return np.zeros((num_envs, *space.shape), dtype)
+
+
+def action_range(space):
+    """Return the least and the largest action, each a number or [k], as agents choose them."""
+    if isinstance(space, gym.spaces.Discrete):
+        return 0, int(space.n) - 1
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return np.zeros_like(space.nvec), space.nvec - 1
+    # Not infinite, since actions may not be.
+    largest = np.finfo(np.float32).max
+    return tuple(np.clip(b, -largest, largest).astype(np.float32) for b in (space.low, space.high))
+
+
+def random_actions(space, num_envs, random):
+    """Return a batch of actions of `space`, as agents choose them, from a NumPy generator."""
+    actions, (least, largest) = empty_actions(space, num_envs), action_range(space)
+    if isinstance(space, gym.spaces.Box):
+        actions[:] = random.standard_normal(actions.shape)
+        return np.clip(actions, least, largest)
+    return random.integers(least, largest + 1, actions.shape)
+
+
+def spaces_to_json(observation_space, action_space, frame_skip):
+    """Return the text by which servers and learner compare their environments."""
+    spaces = {
+        "observation": space_to_dict(observation_space),
+        "action": space_to_dict(action_space),
+        "frame_skip": frame_skip,
+    }
+    return json.dumps(spaces, sort_keys=True)
+
+
+def spaces_from_json(text):
+    """Return observation space, action space and frame skip."""
+    spaces = json.loads(text)
+    observation_space, action_space = (
+        space_from_dict(spaces[key]) for key in ("observation", "action")
+    )
+    return observation_space, action_space, spaces.get("frame_skip", 1)
+
+
+def space_to_dict(space):
+    """Return a space as dicts and lists for JSON; equal spaces give equal ones."""
+    if isinstance(space, gym.spaces.Dict):
+        items = [[key, space_to_dict(s)] for key, s in space.spaces.items()]
+        return {"type": "Dict", "spaces": items}
+    if isinstance(space, gym.spaces.Tuple):
+        return {"type": "Tuple", "spaces": [space_to_dict(s) for s in space.spaces]}
+    if isinstance(space, gym.spaces.Box):
+        bounds = {"low": _bound_to_list(space.low), "high": _bound_to_list(space.high)}
+        return {"type": "Box", "shape": list(space.shape), "dtype": space.dtype.name} | bounds
+    if isinstance(space, gym.spaces.Discrete):
+        numbers = {"n": int(space.n), "start": int(space.start)}
+        return {"type": "Discrete", "dtype": space.dtype.name} | numbers
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        numbers = {"nvec": space.nvec.tolist(), "start": space.start.tolist()}
+        return {"type": "MultiDiscrete", "dtype": space.dtype.name} | numbers
+    if isinstance(space, gym.spaces.MultiBinary):
+        return {"type": "MultiBinary", "n": np.asarray(space.n).tolist()}
+    raise EnvError(f"the space {space} is of a kind that cannot be sent")
+
+
+def _bound_to_list(bound):
+    if bound.size == 0:
+        return 0
+    return bound.flat[0].item() if (bound == bound.flat[0]).all() else bound.tolist()
+
+
+def space_from_dict(d):
+    """Return the space from which `space_to_dict` made `d`."""
+    spaces = gym.spaces
+    if d["type"] == "Dict":
+        return spaces.Dict([(key, space_from_dict(s)) for key, s in d["spaces"]])
+    if d["type"] == "Tuple":
+        return spaces.Tuple([space_from_dict(s) for s in d["spaces"]])
+    if d["type"] == "Box":
+        shape = tuple(d["shape"])
+        low, high = (
+            np.broadcast_to(np.array(d[bound], d["dtype"]), shape).copy()
+            for bound in ("low", "high")
+        )
+        return spaces.Box(low, high, shape, np.dtype(d["dtype"]))
+    if d["type"] == "Discrete":
+        return spaces.Discrete(d["n"], start=d["start"], dtype=np.dtype(d["dtype"]).type)
+    if d["type"] == "MultiDiscrete":
+        return spaces.MultiDiscrete(d["nvec"], np.dtype(d["dtype"]), start=d["start"])
+    if d["type"] == "MultiBinary":
+        return spaces.MultiBinary(d["n"])
+    raise EnvError(f"there is no space of type {d['type']!r}")

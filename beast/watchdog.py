@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logs who has been silent for too long, with stacks. No torch here.
+
+SIGUSR1 to a program prints the Python stacks of all its threads and processes.
+"""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+import traceback
+
+# Times --stall_timeout_s: an actor or environment server that is silent for so long is killed and
+# replaced.
+PATIENCE = 5
+STDERR = 2  # also where sys.stderr is something else
+
+
+class Watchdog:
+    """Logs who is silent, from a thread of its own, until it is closed.
+
+    Args:
+      timeout_s: seconds of silence that are logged; again each time they have doubled.
+      others: returns a list of tuples for all that are not threads of this process: a name, what
+        it does, for how many seconds, and the id of its process or None.
+    """
+
+    def __init__(self, timeout_s, others=list):
+        self._timeout_s, self._others = timeout_s, others
+        self._beats = {}  # (name, what, since) by thread
+        self._next = {}  # seconds of silence at which somebody is logged again, by name
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def beat(self, what):
+        """Record what this thread does from here on."""
+        thread = threading.current_thread()
+        self._beats[thread.ident] = thread.name, what, time.monotonic()
+
+    def follow(self, batches, waiting, working):
+        """Yield from `batches`, recording that this thread waits for one, or works on it."""
+        self.beat(waiting)
+        for batch in batches:
+            self.beat(working)
+            yield batch
+            self.beat(waiting)
+
+    def close(self):
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self):
+        while not self._stop.wait(min(self._timeout_s / 4, 5)):
+            # For when not even this thread can run, since another keeps the interpreter to itself.
+            faulthandler.dump_traceback_later(2 * self._timeout_s, file=STDERR)
+            now, frames = time.monotonic(), sys._current_frames()
+            for thread, (name, what, since) in list(self._beats.items()):
+                if thread in frames and self._is_news(name, now - since):
+                    stack = "".join(traceback.format_stack(frames[thread]))
+                    log_silence(name, what, now - since, f". Its stack:\n{stack}")
+            for name, what, seconds, pid in self._others():
+                if self._is_news(name, seconds):
+                    log_silence(name, what, seconds, "" if pid is None else describe_process(pid))
+        faulthandler.cancel_dump_traceback_later()
+
+    def _is_news(self, name, seconds):
+        if seconds < self._timeout_s:
+            if self._next.pop(name, None):
+                logging.info("%s is no longer silent", name)
+            return False
+        if seconds < self._next.get(name, 0):
+            return False
+        self._next[name] = 2 * seconds
+        return True
+
+
+def log_silence(name, what, seconds, details):
+    logging.warning("%s has been silent for %.0f s: it %s%s", name, seconds, what, details)
+
+
+def describe_process(pid):
+    """Have a process print its stacks; return its state in words."""
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        os.kill(pid, signal.SIGUSR1)
+    except OSError:
+        return f"; its process {pid} has ended"
+    if state in "tT":
+        return f"; its process {pid} is stopped, and goes on after: kill -CONT {pid}"
+    return f"; its process {pid} prints its stack"
+
+
+def print_stacks_on_signal(other_processes=list):
+    """Have SIGUSR1 print the stacks of this process and those of the others, by their ids."""
+
+    def print_others(*_):
+        # Not by faulthandler, which reads stacks that run, and so has ended a run with a SIGSEGV.
+        # Without names: what this interrupts may hold threading's lock.
+        for ident, frame in sys._current_frames().items():
+            if ident != threading.get_ident():
+                stack = "".join(traceback.format_stack(frame))
+                os.write(STDERR, f"Thread {ident:#x}:\n{stack}\n".encode())
+        for pid in other_processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+                time.sleep(0.05)  # so that they do not print at the same time
+
+    faulthandler.unregister(signal.SIGUSR1)  # else to register again would do nothing
+    signal.signal(signal.SIGUSR1, print_others)
+    # The main thread's comes first, and without the interpreter, which may be what hangs.
+    faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=False, chain=True)

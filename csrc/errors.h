@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// The errors that callers tell apart; module.cc says which Python exception each becomes.
+#pragma once
+
+#include <stdexcept>
+
+namespace torchbeast {
+
+// The queue or batcher was closed, before or while the caller waited.
+class ClosedError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A batch was dropped before it was answered.
+class AsyncError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A message breaks the protocol; says how.
+class WireError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A server cannot be used; it may be worth another attempt.
+class ServerError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A server did not answer in time.
+class TimeoutError : public ServerError {
+ public:
+  using ServerError::ServerError;
+};
+
+// A server was lost, or broke the protocol.
+class ConnectionError : public ServerError {
+ public:
+  using ServerError::ServerError;
+};
+
+// A server is not what was asked for, or disagrees with the others.
+class RefusedError : public ConnectionError {
+ public:
+  using ConnectionError::ConnectionError;
+};
+
+// A server's environment failed; its traceback is in the message.
+class EnvironmentError : public ConnectionError {
+ public:
+  using ConnectionError::ConnectionError;
+};
+
+}  // namespace torchbeast

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments that count, servers of them in threads and processes, and a server that may lie.
+
+    python tests/helpers/counting.py Counting 127.0.0.1:0
+
+Nothing here needs torch, so such a process starts fast.
+"""
+
+import functools
+import itertools
+import os
+import pathlib
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from concurrent import futures
+
+import grpc
+import gymnasium as gym
+import numpy as np
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
+
+from deadline import DEADLINE, Thread
+
+from libtorchbeast import Server, rpcenv_pb2
+
+LENGTH = 5  # steps in an episode
+_ids = itertools.count()
+
+
+class Counting(gym.Env):
+    """Observes [its id, episode, step, last action]; the reward is the step."""
+
+    truncates = False
+
+    def __init__(self):
+        self.observation_space = gym.spaces.Box(0, 2**62, (4,), np.int64)
+        self.action_space = gym.spaces.Discrete(3)
+        self.id = 1000 * os.getpid() + next(_ids)
+        self.episode, self.last_action = -1, 0
+
+    def reset(self, *, seed=None, options=None):
+        self.episode += 1
+        self.count = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.count += 1
+        self.last_action = int(action)
+        ends = self.count == LENGTH
+        terminated, truncated = ends and not self.truncates, ends and self.truncates
+        return self.observe(), float(self.count), terminated, truncated, {}
+
+    def observe(self):
+        return np.array([self.id, self.episode, self.count, self.last_action])
+
+
+class Truncated(Counting):
+    truncates = True
+
+
+class OldCounting:
+    """Counting in the old Gym API, without spaces."""
+
+    def __init__(self):
+        self.env = Counting()
+
+    def reset(self):
+        return self.env.reset()[0]
+
+    def step(self, action):
+        assert isinstance(action, np.ndarray) and action.shape == (), repr(action)
+        observation, reward, terminated, _, info = self.env.step(action)
+        return observation, reward, terminated, info
+
+
+class Raising(Counting):
+    """Fails in its third episode."""
+
+    def reset(self, **kwargs):
+        if self.episode == 1:
+            raise RuntimeError("the ball is lost")
+        return super().reset(**kwargs)
+
+
+class Nested:
+    """Counts in a nest of arrays of several types, one of them without dimensions."""
+
+    def reset(self):
+        self.count = 0
+        return self.observe()
+
+    def step(self, action):
+        self.count += 1
+        return self.observe(), 0.0, self.count == 100, {}
+
+    def observe(self):
+        n = self.count
+        return {
+            "board": np.full((2, 3), n, np.uint8)[:, ::-1],
+            "more": (np.array(n, np.float32), [np.full((1,), -n, np.int16), ()]),
+            "flags": {"even": np.array(n % 2 == 0), "none": np.zeros((0, 2), np.float64)},
+        }
+
+
+class Large(Counting):
+    """Observes more than the 4 MiB that gRPC takes by default."""
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = gym.spaces.Box(0, 255, (5, 2**20), np.uint8)
+
+    def observe(self):
+        return np.full((5, 2**20), self.count, np.uint8)
+
+
+class TwoActions:
+    """Takes an array of two floats as action, and observes it."""
+
+    def reset(self):
+        return np.zeros(2, np.float32)
+
+    def step(self, action):
+        assert action.shape == (2,) and action.dtype == np.float32, repr(action)
+        return action, 0.0, False, {}
+
+
+class Mirror(gym.Env):
+    """Observes its last action, of any action space."""
+
+    def __init__(self, action_space):
+        self.action_space = action_space
+        self.observation_space = gym.spaces.Box(-9, 9, action_space.shape, action_space.dtype)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(self.action_space.shape, self.action_space.dtype), {}
+
+    def step(self, action):
+        return action, 0.0, False, False, {}
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+class ServerThread:
+    """A server in a thread of this process."""
+
+    def __init__(self, env_class, address="127.0.0.1:0", **kwargs):
+        self.server = Server(env_class, address, **kwargs)
+        started = queue.SimpleQueue()
+        self.thread = Thread(self.server.run, started.put)
+        self.address = started.get(timeout=DEADLINE)
+
+    def stop(self):
+        self.server.stop()
+        self.thread.result()
+
+
+class ServerProcess:
+    """A server in a process of its own."""
+
+    def __init__(self, name, address="127.0.0.1:0"):
+        command = [sys.executable, __file__, name, address]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    @functools.cached_property
+    def address(self):
+        """Where it serves; waits until it does."""
+        address = self.process.stdout.readline().strip()
+        assert address, "the server did not start"
+        return address
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def kill(self):
+        self.process.kill()
+        self.process.communicate()
+
+    stop = kill
+
+
+# ---------------------------------------------------------------------------- a server that may lie
+
+
+def array(a):
+    """Return an array as message."""
+    a = np.ascontiguousarray(a)
+    name = "BOOL" if a.dtype == bool else a.dtype.name.upper()
+    return rpcenv_pb2.Array(dtype=rpcenv_pb2.DType.Value(name), shape=np.shape(a), data=a.tobytes())
+
+
+def leaf(a):
+    return rpcenv_pb2.Nest(array=array(a))
+
+
+def make_step(num_envs=2, observation=None, **fields):
+    """Return a good row of zeros, and what is given otherwise."""
+    zeros = {
+        "reward": np.float32, "done": bool, "truncated": bool, "terminated": bool,
+        "episode_return": np.float32, "episode_step": np.int32, "game_done": bool,
+        "game_return": np.float32, "game_step": np.int32, "last_action": np.int64,
+    }  # fmt: skip
+    row = {key: np.zeros(num_envs, dtype).tobytes() for key, dtype in zeros.items()}
+    observation = observation or leaf(np.zeros((num_envs, 3), np.uint8))
+    return rpcenv_pb2.Step(observation=observation, **(row | fields))
+
+
+def make_first(num_envs=2, observation=None, version=1, spaces="", stack_size=0, env="", **fields):
+    """Return a good first message, and what is given otherwise."""
+    step = make_step(num_envs, observation, **fields)
+    step.handshake.protocol_version = version
+    step.handshake.num_envs = num_envs
+    step.handshake.spaces = spaces
+    step.handshake.stack_size = stack_size
+    step.handshake.env = env
+    return step
+
+
+class FakeServer:
+    """Speaks with clients as it is told.
+
+    Args:
+      speak: called with an iterator over actions, and gRPC's context; yields messages, or bytes.
+    """
+
+    def __init__(self, speak, address="127.0.0.1:0"):
+        self.metadata = []  # of each stream: a dict
+        self.speak = speak
+        self.grpc_server = grpc.server(
+            futures.ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)]
+        )
+        handler = grpc.stream_stream_rpc_method_handler(
+            self._serve,
+            request_deserializer=rpcenv_pb2.Action.FromString,
+            response_serializer=lambda m: m if isinstance(m, bytes) else m.SerializeToString(),
+        )
+        self.grpc_server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler("rpcenv.RPCEnvServer", {"StreamingEnv": handler})]
+        )
+        port = self.grpc_server.add_insecure_port(address)
+        self.address = address if address.startswith("unix:") else f"127.0.0.1:{port}"
+        self.grpc_server.start()
+
+    def _serve(self, requests, context):
+        self.metadata.append(dict(context.invocation_metadata()))
+        yield from self.speak(requests, context)
+
+    def stop(self):
+        self.grpc_server.stop(None)
+
+
+def obey(num_envs=2, **handshake):
+    """Return what to `speak` for a good server."""
+
+    def speak(requests, context):
+        yield make_first(num_envs, **handshake)
+        for _ in requests:
+            yield make_step(num_envs)
+
+    return speak
+
+
+def say(*messages):
+    """Return what to `speak` to say these, one at first, one after each action, and then end."""
+
+    def speak(requests, context):
+        for message in messages:
+            yield message
+            next(requests, None)
+
+    return speak
+
+
+def wait_for_end(context):
+    """Say nothing until the client has gone."""
+    ended = threading.Event()
+    if context.add_callback(ended.set):
+        ended.wait(DEADLINE)
+    yield from ()
+
+
+def hang_after_the_first_row(requests, context):
+    yield make_first(1)
+    yield from wait_for_end(context)
+
+
+def main(name, address):
+    Thread(lambda: (sys.stdin.read(), os._exit(1)))  # end with the process that started us
+    Server(globals()[name], address).run(lambda address: print(address, flush=True))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

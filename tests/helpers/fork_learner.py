@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A learner as a fork has it: tuples of tensors, an LSTM, threads of its own, a little replay.
+
+python tests/helpers/fork_learner.py --pipes_basename unix:/tmp/catch
+"""
+
+import argparse
+import collections
+import logging
+import pathlib
+import random
+import sys
+import threading
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
+
+import fork_env
+import nest
+
+import libtorchbeast
+import vtrace
+
+parser = argparse.ArgumentParser(description="Learn Catch", parents=[fork_env.parser],
+                                 conflict_handler="resolve")  # fmt: skip
+parser.add_argument("--num_actors", type=int, default=8)
+parser.add_argument("--total_steps", type=int, default=300_000)
+parser.add_argument("--batch_size", type=int, default=8)
+parser.add_argument("--unroll_length", type=int, default=12)
+parser.add_argument("--num_learner_threads", type=int, default=2)
+parser.add_argument("--num_inference_threads", type=int, default=2)
+parser.add_argument("--learning_rate", type=float, default=0.005)
+parser.add_argument("--entropy_cost", type=float, default=0.01)
+parser.add_argument("--baseline_cost", type=float, default=0.5)
+parser.add_argument("--discounting", type=float, default=0.99)
+parser.add_argument("--external_servers", action="store_true", help="they are running already")
+
+GOAL = 0.95  # mean return of the last episodes at which it stops
+
+
+class Net(nn.Module):
+    def __init__(self, num_actions=3, hidden_size=32):
+        super().__init__()
+        self.num_actions = num_actions
+        self.fc = nn.Linear(fork_env.ROWS * fork_env.COLUMNS + fork_env.COLUMNS, 64)
+        self.core = nn.LSTM(64, hidden_size)
+        self.policy = nn.Linear(hidden_size + 64, num_actions)
+        self.baseline = nn.Linear(hidden_size + 64, 1)
+
+    def initial_state(self, batch_size=1):
+        return tuple(
+            torch.zeros(self.core.num_layers, batch_size, self.core.hidden_size) for _ in range(2)
+        )
+
+    def forward(self, inputs, core_state):
+        board, paddle = inputs["frame"]["board"], inputs["frame"]["paddle"]
+        T, B = inputs["done"].shape
+        paddle = F.one_hot(paddle, fork_env.COLUMNS).float()
+        x = F.relu(self.fc(torch.cat([board.flatten(2), paddle], dim=-1)))
+        core_outputs = []
+        notdone = (~inputs["done"]).float()
+        for x_t, nd in zip(x.unbind(), notdone.unbind(), strict=True):
+            nd = nd.view(1, -1, 1)
+            core_state = nest.map(nd.mul, core_state)
+            output, core_state = self.core(x_t.unsqueeze(0), core_state)
+            core_outputs.append(output)
+        x = torch.cat([torch.cat(core_outputs), x], dim=-1)
+        policy_logits = self.policy(x)
+        baseline = self.baseline(x).view(T, B)
+        action = torch.multinomial(F.softmax(policy_logits.flatten(0, 1), dim=1), 1).view(T, B)
+        return (action, policy_logits, baseline), core_state
+
+
+def inference(flags, inference_batcher, model, lock):
+    with torch.no_grad():
+        for batch in inference_batcher:
+            batched_env_outputs, agent_state = batch.get_inputs()
+            frame, reward, done, *_ = batched_env_outputs
+            frame["board"] = frame["board"].float().div_(255)
+            frame, done, agent_state = nest.map(
+                lambda t: t.to(flags.device, non_blocking=True), (frame, done, agent_state)
+            )
+            with lock:
+                outputs = model({"frame": frame, "done": done}, agent_state)
+            outputs = nest.map(lambda t: t.cpu(), outputs)
+            batch.set_outputs(outputs)
+
+
+def compute_loss(flags, model, batch, initial_agent_state):
+    (frame, reward, done, *_), (action, behavior_policy_logits, _) = batch
+    learner_outputs, _ = model({"frame": frame, "done": done}, initial_agent_state)
+    _, policy_logits, baseline = learner_outputs
+    action, behavior_policy_logits = action[1:], behavior_policy_logits[1:]
+    reward, done = reward[1:], done[1:]
+    policy_logits, values = policy_logits[:-1], baseline[:-1]
+    targets = vtrace.from_logits(
+        behavior_policy_logits=behavior_policy_logits,
+        target_policy_logits=policy_logits,
+        actions=action,
+        discounts=(~done).float() * flags.discounting,
+        rewards=reward,
+        values=values,
+        bootstrap_value=baseline[-1],
+    )
+    log_policy = F.log_softmax(policy_logits, dim=-1)
+    taken = log_policy.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+    pg_loss = -torch.sum(taken * targets.pg_advantages)
+    baseline_loss = 0.5 * torch.sum((targets.vs - values) ** 2)
+    entropy_loss = torch.sum(log_policy.exp() * log_policy)
+    return pg_loss + flags.baseline_cost * baseline_loss + flags.entropy_cost * entropy_loss
+
+
+def checksum(tensors):
+    return sum(float(t.double().sum()) for t in nest.flatten(tensors))
+
+
+class Replay:
+    """The batches of some time, as they were: each is kept with the sum of all that it holds."""
+
+    def __init__(self, size=50):
+        self.batches = collections.deque(maxlen=size)
+
+    def add(self, tensors):
+        self.batches.append((checksum(tensors), tensors))
+
+    def sample(self):
+        wanted, tensors = random.choice(self.batches)
+        if checksum(tensors) != wanted:
+            raise RuntimeError("a batch that was kept has changed")
+        return tensors
+
+
+def learn(flags, learner_queue, model, actor_model, optimizer, stats, replay, lock, actor_lock):
+    for tensors in learner_queue:
+        tensors = nest.map(lambda t: t.to(flags.device, non_blocking=True), tensors)
+        batch, initial_agent_state = tensors
+        env_outputs, _ = batch
+        frame, reward, done, episode_step, episode_return = env_outputs
+        frame["board"] = frame["board"].float().div_(255)
+        returns = episode_return[1:][done[1:]].tolist()
+        reward.clamp_(-1, 1)  # all in place: the batch is ours
+        episode_step.zero_()
+        episode_return.neg_()
+        with lock:
+            replay.add(tensors)
+            optimizer.zero_grad()
+            loss = compute_loss(flags, model, batch, initial_agent_state)
+            loss = loss + 0.5 * compute_loss(flags, model, *replay.sample())
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 40.0)
+            optimizer.step()
+            with actor_lock:
+                actor_model.load_state_dict(model.state_dict())
+            stats["step"] += flags.unroll_length * flags.batch_size
+            stats["loss"] = loss.item()
+            stats["returns"].extend(returns)
+
+
+def mean_return(stats):
+    returns = list(stats["returns"])
+    return sum(returns) / len(returns) if len(returns) == stats["returns"].maxlen else float("nan")
+
+
+def train(flags):
+    flags.device = torch.device("cpu")
+    torch.set_num_threads(1)
+    servers, addresses = [], [f"{flags.pipes_basename}.{i}" for i in range(flags.num_servers)]
+    if not flags.external_servers:
+        servers, addresses = fork_env.start(flags)
+    addresses = [addresses[i % len(addresses)] for i in range(flags.num_actors)]
+
+    learner_queue = libtorchbeast.BatchingQueue(
+        batch_dim=1,
+        minimum_batch_size=flags.batch_size,
+        maximum_batch_size=flags.batch_size,
+        check_inputs=True,
+        maximum_queue_size=4 * flags.batch_size,
+    )
+    inference_batcher = libtorchbeast.DynamicBatcher(
+        batch_dim=1,
+        minimum_batch_size=1,
+        maximum_batch_size=512,
+        timeout_ms=100,
+        check_outputs=True,
+    )
+    model, actor_model = Net().to(flags.device), Net().to(flags.device)
+    actor_model.load_state_dict(model.state_dict())
+    optimizer = torch.optim.Adam(model.parameters(), lr=flags.learning_rate)
+    actors = libtorchbeast.ActorPool(
+        unroll_length=flags.unroll_length,
+        learner_queue=learner_queue,
+        inference_batcher=inference_batcher,
+        env_server_addresses=addresses,
+        initial_agent_state=model.initial_state(),
+    )
+
+    errors = []
+    stats = {"step": 0, "loss": float("nan"), "returns": collections.deque(maxlen=500)}
+    lock, actor_lock = threading.Lock(), threading.Lock()
+
+    def run(function, *args):
+        try:
+            function(*args)
+        except Exception as error:
+            logging.exception("A thread failed")
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(actors.run,), name="actor-pool-thread")]
+    for i in range(flags.num_learner_threads):
+        args = (flags, learner_queue, model, actor_model, optimizer, stats, Replay(), lock)
+        threads.append(
+            threading.Thread(target=run, args=(learn, *args, actor_lock), name=f"learner-{i}")
+        )
+    for i in range(flags.num_inference_threads):
+        args = (inference, flags, inference_batcher, actor_model, actor_lock)
+        threads.append(threading.Thread(target=run, args=args, name=f"inference-{i}"))
+    for thread in threads:
+        thread.start()
+
+    start, next_line = time.monotonic(), 0.0
+    try:
+        while stats["step"] < flags.total_steps and not errors and not mean_return(stats) >= GOAL:
+            time.sleep(0.05)
+            if time.monotonic() - start >= next_line:
+                next_line += 1
+                logging.info(
+                    "step %i, actors' steps %i, loss %.3f, mean return %.2f; queues %i and %i",
+                    stats["step"], actors.count(), stats["loss"], mean_return(stats),
+                    learner_queue.size(), inference_batcher.size(),
+                )  # fmt: skip
+    finally:
+        inference_batcher.close()
+        learner_queue.close()
+        for thread in threads:
+            thread.join()
+        for server in servers:
+            server.terminate()
+        for server in servers:
+            server.join()
+    if errors:
+        raise errors[0]
+    logging.info("mean return %.3f after %i steps", mean_return(stats), stats["step"])
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stdout)
+    train(parser.parse_args())

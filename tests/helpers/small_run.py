@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small learner and the flags of a run, for tests that need no whole program."""
+
+import torch
+
+from beast import checkpoint
+from beast.flags import Parser, add_run_flags, parse_flags
+from beast.learner import Batch, Learner
+from beast.weights import LocalWeights
+
+T, B = 2, 3
+UPDATE = {"steps": 100.0, "total_loss": 0.5}
+
+
+def create_parser(program="program.py"):
+    parser = Parser(program, "A program.")
+    add_run_flags(parser)
+    parser.add_argument("--total_steps", default=1000, type=int)
+    parser.add_argument("--learning_rate", default=0.5, type=float)
+    parser.add_argument("--use_lstm", action="store_true")
+    parser.add_argument("--frame_skip", default=4, type=int)
+    return parser
+
+
+def parse(savedir, arguments="--xpid run", parser=None):
+    return parse_flags(
+        parser or create_parser(), [*arguments.split(), "--savedir", str(savedir), "--seed", "1"]
+    )
+
+
+def create_learner(flags, num_updates=0, size=3):
+    """Return a Learner that has learned from 100 steps an update."""
+    model = torch.nn.Linear(size, 1)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=flags.learning_rate)
+    decay = lambda step: 1 - step / flags.total_steps  # noqa: E731
+    learner = Learner(model, optimizer, decay, LocalWeights(model))
+    for _ in range(num_updates):
+        update(learner)
+    return learner
+
+
+def update(learner, game_returns=()):
+    learner.optimizer.zero_grad()
+    learner.model(torch.randn(4, 3)).square().sum().backward()
+    learner.optimizer.step()
+    learner.count(100, [], list(game_returns))
+
+
+def create_batch(policy_version=1, **rows):
+    """Return a Batch of [T + 1, B] rows in which nothing ends, but for those given."""
+    ends = dict.fromkeys(("done", "game_done"), torch.zeros(T + 1, B, dtype=torch.bool))
+    returns = dict.fromkeys(("episode_return", "game_return"), torch.zeros(T + 1, B))
+    rows = ends | returns | rows
+    return Batch(rows, (), rows, [policy_version] * B, {"actors": [0]})
+
+
+def save(flags, num_updates=2):
+    """Write a checkpoint of a run that has learned; return its learner."""
+    learner = create_learner(flags, num_updates)
+    checkpoint.run_path(flags).mkdir(parents=True, exist_ok=True)
+    checkpoint.Writer(flags, learner).save(learner)
+    return learner

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learner's side of a stream, in plain Python, for tests of servers."""
+
+import contextlib
+import queue
+import threading
+
+import grpc
+import numpy as np
+
+from libtorchbeast import Server
+from libtorchbeast import rpcenv_pb2 as pb
+
+DEADLINE = 30  # seconds for what should take much less
+FIELDS = {
+    "reward": np.float32,
+    "done": bool,
+    "truncated": bool,
+    "terminated": bool,
+    "episode_return": np.float32,
+    "episode_step": np.int32,
+    "game_done": bool,
+    "game_return": np.float32,
+    "game_step": np.int32,
+    "last_action": np.int64,
+}
+OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+
+
+def to_array(message):
+    dtype = pb.DType.Name(message.dtype).lower()
+    return np.frombuffer(message.data, dtype).reshape(tuple(message.shape))
+
+
+def to_nest(message):
+    if message.HasField("array"):
+        return to_array(message.array)
+    items = [to_nest(item) for item in message.items]
+    return dict(zip(message.keys, items, strict=True)) if message.keys else tuple(items)
+
+
+def from_nest(nest):
+    if isinstance(nest, dict):
+        return pb.Nest(items=map(from_nest, nest.values()), keys=nest.keys())
+    if isinstance(nest, tuple):
+        return pb.Nest(items=map(from_nest, nest))
+    array = np.asarray(nest)
+    dtype = pb.DType.Value(array.dtype.name.upper())
+    return pb.Nest(array=pb.Array(dtype=dtype, shape=array.shape, data=array.tobytes()))
+
+
+class EnvironmentFailed(Exception):
+    """The server has sent an error."""
+
+
+class Stream:
+    """A stream to a server. `handshake` is its handshake, `row` the last row as a dict of arrays.
+
+    Where only the newest frames travel, they are stacked again; then `num_full` says of how many
+    columns the whole stacks came with the last row.
+    """
+
+    def __init__(self, address, **options):
+        self._channel = grpc.insecure_channel(address, OPTIONS)
+        self._requests = queue.SimpleQueue()
+        options = {"truncated_rows": 1} | options
+        method = self._channel.stream_stream("/rpcenv.RPCEnvServer/StreamingEnv")  # of bytes
+        self.call = method(
+            iter(self._requests.get, None),
+            metadata=[(key.replace("_", "-"), str(value)) for key, value in options.items()],
+            timeout=DEADLINE,
+            wait_for_ready=True,
+        )
+        self.row = None
+        self._read()
+
+    def step(self, actions):
+        """Send a nest of arrays [N, ...]; return the next row."""
+        return self.send(pb.Action(action=from_nest(actions)).SerializeToString())
+
+    def send(self, request):
+        self._requests.put(request)
+        return self._read()
+
+    def send_end(self):
+        self._requests.put(None)
+
+    def close(self):
+        self.send_end()
+        self._channel.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def _read(self):
+        step = pb.Step.FromString(next(self.call))
+        if step.error:
+            raise EnvironmentFailed(step.error)
+        assert step.HasField("handshake") == (self.row is None)
+        if step.HasField("handshake"):
+            self.handshake = step.handshake
+        row = {key: np.frombuffer(getattr(step, key), dtype) for key, dtype in FIELDS.items()}
+        if step.HasField("last_action_array"):
+            row["last_action"] = to_array(step.last_action_array)
+        assert all(len(array) == self.handshake.num_envs for array in row.values())
+        row["frame"] = to_nest(step.observation)
+        if self.handshake.stack_size:
+            row["frame"] = self._restack(step, row["frame"])
+        self.row = row
+        return row
+
+    def _restack(self, step, newest):
+        is_full = np.frombuffer(step.is_full, bool)
+        self.num_full = int(is_full.sum())
+        full = to_array(step.full) if self.num_full else ()
+        assert len(full) == self.num_full
+        if self.row is None:
+            assert is_full.all()
+            return full
+        channels = newest.shape[1]
+        stacks = np.concatenate([self.row["frame"][:, channels:], newest], axis=1)
+        if self.num_full:
+            stacks[is_full] = full
+        return stacks
+
+
+@contextlib.contextmanager
+def serving(*args, **kwargs):
+    """Run a Server in a thread; yield its address."""
+    server = Server(*args, **kwargs)
+    addresses = queue.SimpleQueue()
+    errors = []
+
+    def run():
+        try:
+            server.run(addresses.put)
+        except BaseException as error:
+            errors.append(error)
+            addresses.put(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    address = addresses.get(timeout=DEADLINE)
+    if address is None:
+        raise errors[0]
+    try:
+        yield address
+    finally:
+        server.stop()
+        thread.join(DEADLINE)
+        assert not thread.is_alive() and not errors

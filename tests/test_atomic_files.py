@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are never torn, CSV files that grow, and TensorBoard's events."""
+
+import csv
+import errno
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from beast import atomic_files
+from beast.atomic_files import CSVFile, EventFile, GrowingFile, replace_file
+
+
+def fill(folder):
+    """Leave no block of a small disk free; return what to remove to have some again."""
+    with open(folder / "filler", "wb", buffering=0) as file:
+        with pytest.raises(OSError) as error:
+            while True:
+                file.write(bytes(4096))
+    assert error.value.errno == errno.ENOSPC
+    return folder / "filler"
+
+
+def read(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_piece_that_fits_in_part_is_taken_back(small_disk):
+    path, written = small_disk / "file", 0
+    file = GrowingFile(path)
+    while file.append(b"a whole piece\n" * 7):
+        written += 1
+    assert 1000 < written < 20_000
+    assert path.read_bytes() == b"a whole piece\n" * 7 * written
+    file.close()
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(small_disk):
+    path = small_disk / "file.txt"
+    replace_file(path, b"before")
+    filler = fill(small_disk)
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(path, bytes(2**20))
+    assert path.read_bytes() == b"before" and not path.with_suffix(".tmp").exists()
+    filler.unlink()
+    replace_file(path, b"after")
+    assert path.read_bytes() == b"after"
+
+
+@pytest.fixture
+def make_csv(tmp_path):
+    opened = []
+
+    def make(step=0):
+        opened.append(CSVFile(tmp_path / "logs.csv", step))
+        return opened[-1]
+
+    yield make
+    for file in opened:
+        file.close()
+
+
+def test_csv_grows_by_columns_and_can_be_read_after_each_row(make_csv, tmp_path):
+    table = make_csv()
+    assert (tmp_path / "logs.csv").read_text().split() == ["_tick,_time,step"]
+    rows = [{"loss": 0.5}, {"loss": 0.25, "return": 3, "lag": None}, {"return": 4}]
+    for i, row in enumerate(rows):
+        table.write({"step": i + 1, **row})
+        assert len(read(tmp_path / "logs.csv")) == i + 1
+    rows = read(tmp_path / "logs.csv")
+    assert list(rows[0]) == ["_tick", "_time", "step", "loss", "return", "lag"]
+    assert [row["_tick"] for row in rows] == ["0", "1", "2"]
+    assert [row["step"] for row in rows] == ["1", "2", "3"]
+    assert [row["loss"] for row in rows] == ["0.5", "0.25", ""]
+    assert [row["return"] for row in rows] == ["", "3", "4"]
+    assert [row["lag"] for row in rows] == ["", "", ""]
+    times = [float(row["_time"]) for row in rows]
+    assert times == sorted(times) and times[0] > 1.5e9  # seconds since the epoch
+
+
+def test_csv_continues_after_dropping_rows_with_columns_of_its_own(make_csv, tmp_path):
+    table = make_csv()
+    for step in range(1, 6):
+        table.write({"step": step, "loss": step})
+    table.close()
+    table = make_csv(3)
+    table.write({"step": 4, "return": 9})
+    rows = read(tmp_path / "logs.csv")
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
+    assert [row["_tick"] for row in rows] == ["0", "1", "2", "3"]
+    assert rows[2]["loss"] == "3" and rows[3]["loss"] == "" and rows[3]["return"] == "9"
+    make_csv(0).write({"step": 0})  # by a run that was killed before its first checkpoint
+    assert [row["step"] for row in read(tmp_path / "logs.csv")] == ["0"]
+
+
+@pytest.mark.parametrize("torn", ["", "3", "3,1795246641.4,4", "3,1,2,\x00"])
+def test_csv_survives_a_last_row_torn_by_a_crash(make_csv, tmp_path, torn):
+    table = make_csv()
+    for step in range(1, 4):
+        table.write({"step": 10 * step, "loss": step})
+    table.close()
+    with open(tmp_path / "logs.csv", "a") as file:
+        file.write(torn)
+    table = make_csv(30)
+    table.write({"step": 40, "loss": 4})
+    rows = read(tmp_path / "logs.csv")
+    assert [int(row["step"]) for row in rows] == [10, 20, 30, 40]
+    assert [row["_tick"] for row in rows] == ["0", "1", "2", "3"]
+
+
+def read_events(folder, name="loss"):
+    """Return (step, value) of each event that TensorBoard finds, as it would show them."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_tensorboard_reads_the_events_and_drops_those_beyond_the_step(tmp_path):
+    file = EventFile(tmp_path, 0)
+    for step in (100, 200, 300):
+        file.write(step, {"loss": step / 2, "return": 1})
+        assert read_events(tmp_path)[-1] == (step, step / 2)  # at once
+    file.close()
+    file = EventFile(tmp_path, 200)
+    file.write(250, {"loss": 7.0})
+    file.close()
+    assert read_events(tmp_path) == [(100, 50.0), (250, 7.0)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_is_logged_and_events_are_written_again_later(small_disk, caplog, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(atomic_files.time, "monotonic", lambda: clock[0])
+    file = EventFile(small_disk, 0)
+    file.write(1, {"loss": 1.0})
+    filler = fill(small_disk)
+    for step in range(2, 202):  # more than a block holds
+        file.write(step, {"loss": 1.0, "return": 2.0})
+    (message,) = caplog.messages
+    assert "Cannot write TensorBoard's events" in message and "No space left" in message
+    assert message.endswith("trying again in 60 s")
+    clock[0] += 61
+    file.write(300, {"loss": 3.0})  # still full
+    assert len(caplog.messages) == 2
+    filler.unlink()
+    file.write(301, {"loss": 4.0})  # too early
+    clock[0] += 61
+    file.write(400, {"loss": 5.0})
+    file.close()
+    assert len(caplog.messages) == 2
+    events = read_events(small_disk)
+    assert events[0] == (1, 1.0) and events[-1] == (400, 5.0) and (301, 4.0) not in events

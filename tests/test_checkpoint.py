@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: what they bring back, which ones are refused, and when they are written."""
+
+import os
+import re
+import threading
+
+import pytest
+import torch
+from small_run import create_learner, parse, save, update
+
+from beast import checkpoint
+from beast.errors import FlagError
+
+
+def saved_step(flags, name="model.tar"):
+    return checkpoint.load(flags, name)["step"]
+
+
+def test_a_checkpoint_restores_everything(tmp_path):
+    flags = parse(tmp_path)
+    save(parse(tmp_path, "--xpid run --disable_checkpoint"))
+    learner = create_learner(flags)
+    assert not (tmp_path / "run" / "model.tar").exists() and checkpoint.load(flags) is None
+    assert not checkpoint.resume(flags, learner)
+    saved = save(flags)
+    assert checkpoint.resume(flags, learner)
+    assert learner.stats == saved.stats and learner.step == 200
+    for key in ("model", "optimizer", "scheduler"):
+        mine, other = getattr(learner, key).state_dict(), getattr(saved, key).state_dict()
+        assert str(mine) == str(other), key
+    # And both continue alike, with the next random numbers of the generator, too.
+    after_saving = torch.get_rng_state()
+    update(saved)
+    torch.set_rng_state(after_saving)
+    update(learner)
+    assert torch.equal(learner.model.weight, saved.model.weight)
+    assert learner.scheduler.get_last_lr() == saved.scheduler.get_last_lr() == [0.5 * 0.7]
+
+
+def test_the_optimizer_flags_of_the_call_hold_after_resuming(tmp_path):
+    save(parse(tmp_path))
+    flags = parse(tmp_path, "--xpid run --learning_rate 0.25 --total_steps 2000")
+    learner = create_learner(flags)
+    checkpoint.resume(flags, learner)
+    (group,) = learner.optimizer.param_groups
+    assert group["lr"] == pytest.approx(0.25 * 0.9)
+    update(learner)
+    assert group["lr"] == pytest.approx(0.25 * 0.85)
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("name", ["model.tar", "best.tar"])
+def test_a_checkpoint_that_holds_code_is_refused_and_the_code_does_not_run(
+    tmp_path, caplog, name, zipped
+):
+    flags, path = parse(tmp_path), tmp_path / "run" / name
+    save(flags)
+    content = {"step": Evil(tmp_path / "evil")}
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(FlagError) as error:
+        checkpoint.load(flags, name)
+    for text in (str(path), "holds code, which was not run", "mkdir", "move it away or choose"):
+        assert text in str(error.value)
+    assert "weights_only" not in str(error.value)  # PyTorch's advice how to run it
+    if name == "best.tar":  # which costs a run only the comparison with it
+        checkpoint.Writer(flags, create_learner(flags))
+        assert re.search(r"best.tar: .* holds code", caplog.text)
+    assert not (tmp_path / "evil").exists()
+    torch.load(path, weights_only=False)  # which would have run it
+    assert (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("content", [{"model_state_dict": {}, "flags": {}}, torch.zeros(3), [1]])
+def test_another_kind_of_file_is_refused_with_what_it_lacks(tmp_path, content):
+    flags = parse(tmp_path)
+    save(flags)
+    torch.save(content, tmp_path / "run" / "model.tar")
+    with pytest.raises(FlagError, match="cannot use the checkpoint .*model.tar: it lacks"):
+        checkpoint.load(flags)
+    (tmp_path / "run" / "model.tar").write_bytes(b"torn")
+    with pytest.raises(FlagError, match="model.tar: it is damaged, or none at all"):
+        checkpoint.load(flags)
+
+
+@pytest.mark.parametrize("name", ["model.tar", "best.tar"])
+def test_a_checkpoint_of_another_program_is_refused_with_both_names(tmp_path, name):
+    flags = parse(tmp_path)
+    save(flags)
+    (tmp_path / "run" / "model.tar").rename(tmp_path / "run" / name)
+    flags.program = "other.py"
+    with pytest.raises(FlagError, match="is of program.py, but this is other.py: run program.py"):
+        checkpoint.load(flags, name)
+
+
+def test_weights_that_do_not_fit_are_refused_with_names_shapes_and_the_flags_that_differ(tmp_path):
+    save(parse(tmp_path))
+    flags = parse(tmp_path, "--xpid run --use_lstm --frame_skip 2")
+    with pytest.raises(FlagError) as error:
+        checkpoint.resume(flags, create_learner(flags, size=4))
+    for text in (
+        "--use_lstm was False, is True",
+        "--frame_skip was 4, is 2",
+        "a Linear of PongNoFrameskip-v4, does not fit this Linear of PongNoFrameskip-v4",
+        "weight: [1, 3] in the checkpoint, [1, 4] in the net",
+    ):
+        assert text in str(error.value)
+    assert "--xpid was" not in str(error.value) and "bias" not in str(error.value)
+    flags = parse(tmp_path)
+    with pytest.raises(FlagError, match="the code of Net has changed"):
+        checkpoint.resume(flags, create_learner(flags, size=4))
+    learner = create_learner(flags)
+    learner.model = torch.nn.Bilinear(2, 3, 1, bias=False)
+    with pytest.raises(FlagError) as error:
+        checkpoint.resume(flags, learner)
+    assert "does not fit this Bilinear" in str(error.value)
+    assert "bias: [1] in the checkpoint, missing in the net" in str(error.value)
+
+
+def test_the_best_checkpoint_has_the_highest_mean_return_also_after_resuming(tmp_path):
+    def play_and_save(writer, learner, returns):
+        update(learner, returns)
+        writer.save(learner)
+
+    flags, path = parse(tmp_path), tmp_path / "run" / "best.tar"
+    path.parent.mkdir()
+    learner = create_learner(flags)
+    writer = checkpoint.Writer(flags, learner)
+    play_and_save(writer, learner, [])
+    assert not path.exists()  # no game has ended
+    play_and_save(writer, learner, [5.0])
+    assert saved_step(flags, "best.tar") == 200
+    play_and_save(writer, learner, [0.0] * 99)  # a mean of a hundred says more than that of one
+    assert saved_step(flags, "best.tar") == 300
+    play_and_save(writer, learner, [1.0] * 50)
+    assert saved_step(flags, "best.tar") == 400
+    play_and_save(writer, learner, [0.0])
+    assert saved_step(flags, "best.tar") == 400 and saved_step(flags) == 500
+
+    learner = create_learner(flags)
+    checkpoint.resume(flags, learner)
+    writer = checkpoint.Writer(flags, learner)
+    play_and_save(writer, learner, [0.0])
+    assert saved_step(flags, "best.tar") == 400
+    play_and_save(writer, learner, [1.0] * 99)
+    assert saved_step(flags, "best.tar") == saved_step(flags) == 700
+
+
+def test_no_checkpoint_is_written_while_updates_are_not_finite(tmp_path, caplog):
+    flags = parse(tmp_path)
+    learner = save(flags)
+    writer = checkpoint.Writer(flags, learner)
+    update(learner)
+    learner.stats["skipped_in_a_row"] = 3
+    writer.save(learner)
+    assert writer.failure == (
+        "no checkpoint was written at step 300: the last 3 updates were not finite"
+    )
+    assert writer.failure in caplog.text and saved_step(flags) == 200
+    learner.stats["skipped_in_a_row"] = 1  # which has not changed the weights
+    writer.save(learner)
+    assert writer.failure == "" and saved_step(flags) == 300
+    update(learner)
+    with torch.no_grad():
+        learner.model.weight[0, 0] = torch.nan
+    writer.save(learner)
+    assert writer.failure and saved_step(flags) == 300
+
+
+def test_the_lock_is_free_while_the_disk_is_written_to(tmp_path):
+    flags = parse(tmp_path)
+    (tmp_path / "run").mkdir()
+    learner = create_learner(flags, size=50_000)  # more than a pipe holds
+    writer = checkpoint.Writer(flags, learner)
+    os.mkfifo(tmp_path / "run" / "model.tmp")  # which is written at the reader's pace
+    thread = threading.Thread(target=writer.save, args=(learner,), daemon=True)
+    thread.start()
+    with open(tmp_path / "run" / "model.tmp", "rb") as reader:
+        assert reader.read(1)
+        assert learner.lock.acquire(timeout=60)
+        learner.lock.release()
+        reader.read()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("seconds, is_due", [(1000, False), (10, False), (4, True), (0.001, True)])
+def test_a_checkpoint_is_due_once_an_interval(tmp_path, seconds, is_due):
+    flags = parse(tmp_path, f"--xpid run --checkpoint_interval_s {seconds}")
+    (tmp_path / "run").mkdir()
+    learner = create_learner(flags)
+    writer = checkpoint.Writer(flags, learner)
+    assert writer.are_due(within=5) == is_due
+    writer.save(learner)
+    assert writer.are_due(within=5) == is_due
+    if is_due:  # as soon as possible after one that was not written
+        learner.stats["skipped_in_a_row"] = 3
+        writer.save(learner)
+        assert writer.are_due(within=5)

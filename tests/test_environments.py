@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of Gymnasium environments, stepped one after the other: beast/environments.py."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from catch import Catch, Counter, Failing
+
+from beast.environments import Environments, map_nest, try_out
+from beast.errors import EnvError
+
+
+def rows_of(environments, num_steps):
+    """Return copies of the first row and of those after `num_steps` steps."""
+    rows = [map_nest(np.copy, environments.initial())]
+    for t in range(num_steps):
+        action = np.full(environments.num_envs, t % 3)
+        rows.append(map_nest(np.copy, environments.step(action)))
+    return rows
+
+
+def column(rows, key, i=0):
+    return [row[key][i].tolist() for row in rows]
+
+
+def test_terminated_episode_resets_in_the_same_row():
+    rows = rows_of(Environments(lambda: Counter(length=3), 2, 0), 7)
+    assert column(rows, "frame") == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1]]
+    assert column(rows, "reward") == [0, 1, 2, 3, 1, 2, 3, 1]
+    assert column(rows, "done") == [True, False, False, True, False, False, True, False]
+    assert column(rows, "game_done") == column(rows, "done", 1) == column(rows, "done")
+    assert column(rows, "episode_return") == [0, 1, 3, 6, 1, 3, 6, 1]
+    assert column(rows, "episode_step") == [0, 1, 2, 3, 1, 2, 3, 1]
+    assert column(rows, "last_action") == [0, 0, 1, 2, 0, 1, 2, 0]
+    assert not any(column(rows, "truncated") + column(rows, "terminated"))
+
+
+def test_truncated_episode_takes_an_extra_row():
+    environments = Environments(lambda: Counter(length=3, truncates=True), 1, 0)
+    rows = rows_of(environments, 9)
+    assert column(rows, "frame")[:6] == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1]]
+    assert column(rows, "reward")[:6] == [0, 1, 2, 3, 0, 1]
+    assert column(rows, "done")[:6] == [True, False, False, False, True, False]
+    assert column(rows, "truncated")[:6] == [False, False, False, True, False, False]
+    # Final in the row of the reset, which adds nothing.
+    assert column(rows, "episode_return")[:6] == [0, 1, 3, 6, 6, 1]
+    assert column(rows, "episode_step")[:6] == [0, 1, 2, 3, 3, 1]
+    # The action given in the extra row is not taken; last_action stays the last real one.
+    assert environments.envs[0].actions == [0, 1, 2, 1, 2, 0, 2]
+    assert column(rows, "last_action")[:6] == [0, 0, 1, 2, 2, 1]
+
+
+def test_initial_begins_all_anew():
+    environments = Environments(lambda: Counter(length=3, truncates=True), 1, 0)
+    for num_steps in (2, 3, 1):
+        row = rows_of(environments, num_steps)[0]
+        assert row["done"].all() and row["game_done"].all()
+        for key in ("reward", "truncated", "episode_return", "game_step", "last_action"):
+            assert not row[key].any(), key
+
+
+def test_an_end_of_both_kinds_is_a_termination():
+    class Both(Counter):
+        def step(self, action):
+            observation, reward, terminated, truncated, info = super().step(action)
+            return observation, reward, terminated or truncated, terminated or truncated, info
+
+    rows = rows_of(Environments(lambda: Both(length=2), 1, 0), 4)
+    assert column(rows, "done") == [True, False, True, False, True]
+    assert not any(column(rows, "truncated"))
+
+
+def test_episode_returns_stay_exact_over_many_small_rewards():
+    class Small(Counter):
+        def step(self, action):
+            return (*super().step(action)[:1], 0.1, False, False, {})
+
+    environments = Environments(Small, 1, 0)
+    environments.initial()
+    action = np.zeros(1, np.int64)
+    for _ in range(100_000):
+        row = environments.step(action)
+    assert row["episode_return"][0] == np.float32(10_000)  # float32 sums would be off by dozens
+
+
+@pytest.mark.parametrize("truncates", [False, True])
+def test_whole_games_are_added_up_over_lives(truncates):
+    class Lives(Counter):
+        """Three episodes make a game."""
+
+        def step(self, action):
+            observation, reward, terminated, truncated, info = super().step(action)
+            info["game_over"] = (terminated or truncated) and self.episode % 3 == 2
+            return observation, reward, terminated, truncated, info
+
+    rows = rows_of(Environments(lambda: Lives(length=2, truncates=truncates), 1, 0), 19)
+    done = [row for row in rows[1:] if row["done"][0]]
+    assert [row["episode_return"][0] for row in done] == [3] * len(done)
+    assert column(done, "game_done")[:6] == [False, False, True, False, False, True]
+    assert column(done, "game_return")[:6] == [3, 6, 9, 3, 6, 9]
+    assert column(done, "game_step")[:6] == [2, 4, 6, 2, 4, 6]
+    assert not any(row["game_done"][0] for row in rows[1:] if not row["done"][0])
+
+
+def test_nested_observations_and_scalars():
+    class Nested(Counter):
+        def __init__(self):
+            super().__init__(length=2)
+            inner = self.observation_space
+            self.observation_space = gym.spaces.Dict(
+                count=inner, pair=gym.spaces.Tuple((gym.spaces.Discrete(9), inner))
+            )
+
+        def _observation(self):
+            inner = np.array([self.episode, self.step_count], np.float32)
+            return {"count": inner, "pair": (self.step_count, inner)}
+
+    rows = rows_of(Environments(Nested, 2, 0), 3)
+    assert rows[1]["frame"]["count"].shape == (2, 2)
+    assert [row["frame"]["pair"][0].tolist() for row in rows] == [[0, 0], [1, 1], [0, 0], [1, 1]]
+    assert rows[0]["frame"]["pair"][0].dtype == np.int64
+
+
+def test_seeds_reach_every_environment_and_differ():
+    def balls(seed):
+        rows = rows_of(Environments(lambda: Catch(columns=100), 8, seed), 40)
+        return np.stack([row["frame"] for row in rows])
+
+    first = balls([7, 1])
+    np.testing.assert_array_equal(first, balls([7, 1]))
+    assert (first != balls([7, 2])).any()
+    assert len({first[0, i].tobytes() for i in range(8)}) > 4
+
+
+def test_environments_describe_themselves():
+    def create_env():
+        env = gym.wrappers.FrameStackObservation(Catch(), 3)
+        env.frame_skip = 2
+        return gym.wrappers.TimeLimit(env, 10)
+
+    plain, wrapped = Environments(Catch, 1, 0), Environments(create_env, 1, 0)
+    assert (plain.stack_size, plain.frame_skip) == (0, 1)
+    assert (wrapped.stack_size, wrapped.frame_skip) == (3, 2)
+    assert plain.spaces == Environments(Catch, 3, 1).spaces != wrapped.spaces
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("raise", "raised ValueError: the game is broken"),
+     ("nan", "the reward is nan"),
+     ("shape", r"observation is uint8\[1, 9, 5\], but should be uint8\[1, 10, 5\], as its space"),
+     ("dtype", r"observation is float32\[1, 10, 5\], but should be uint8")],
+)  # fmt: skip
+def test_a_broken_environment_is_named_with_its_step(how, message):
+    steps = iter([25, 99])
+    environments = Environments(lambda: Failing(how, next(steps)), 2, 0, name="actor 3")
+    with pytest.raises(EnvError, match=rf"actor 3: environment 0 .*, step 25: .*{message}"):
+        rows_of(environments, 30)
+
+
+class Returning(Counter):
+    """Counter of which `step` returns something else."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def step(self, action):
+        return self.change(*super().step(action))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(lambda o, r, terminated, truncated, info: (o, r, terminated, info),
+      "the old Gym API: return terminated and truncated"),
+     (lambda o, *rest: o, "step.. returned ndarray; it should return observation, reward, "),
+     (lambda *values: values[:3], "step.. returned 3 values; it should return observation, "),
+     (lambda o, r, *rest: (o, "much", *rest), "the reward is 'much': ValueError"),
+     (lambda o, r, *rest: (o, 1e39, *rest), r"the reward is 1e\+39; it must be finite"),
+     (lambda o, *rest: (o.astype(int), *rest), "observation is int64.2., but should be float32"),
+     (lambda o, *rest: (o * np.inf, *rest), "observation has numbers that are not finite"),
+     (lambda o, *rest: ({"board": o}, *rest), "observation is object.*but should be float32")],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_broken_step_is_found_by_trying_it_out(change, message):
+    environments = Environments(lambda: Returning(change), 1, 0, "sample")
+    with pytest.raises(EnvError, match=f"sample: environment 0 .*, step 1: .*{message}"):
+        try_out(environments)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [gym.spaces.Discrete(3, start=-1), gym.spaces.MultiDiscrete([2, 3], start=[0, -1]),
+     gym.spaces.Box(np.array([-1, -np.inf]), np.array([0.5, np.inf]), dtype=np.float64)],
+    ids=str,
+)  # fmt: skip
+def test_trying_out_takes_valid_actions_and_leaves_the_generators_alone(space):
+    state = np.random.get_state()[1].tolist()
+    environments = Environments(lambda: Acting(space), 2, 0)
+    assert try_out(environments) is environments.row
+    assert all(len(env.taken) == 10 for env in environments.envs)
+    assert np.random.get_state()[1].tolist() == state
+
+
+def test_a_failing_reset_or_constructor_is_named():
+    class NoReset(Catch):
+        def reset(self, **_):
+            raise OSError("no such level")
+
+    class OldReset(Catch):
+        def reset(self, **_):
+            return super().reset()[0]
+
+    def create():
+        raise ImportError("no such game")
+
+    with pytest.raises(EnvError, match="environment 0 .*, step 0: reset.* OSError: no such level"):
+        Environments(NoReset, 1, 0).initial()
+    with pytest.raises(EnvError, match="step 0: .* the old Gym API: return observation and info"):
+        Environments(OldReset, 1, 0).initial()
+    with pytest.raises(EnvError, match="cannot create environment 0: ImportError: no such game"):
+        Environments(create, 1, 0)
+
+
+def test_a_dict_with_other_keys_is_refused():
+    class Missing(Catch):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = gym.spaces.Dict(board=self.observation_space)
+
+        def _board(self):
+            return {"bord": np.zeros((1, 10, 5), np.uint8)}
+
+    with pytest.raises(EnvError, match=r"should be a dict with the keys \['board'\]"):
+        Environments(Missing, 1, 0).initial()
+
+
+def test_unsupported_and_unequal_spaces_are_refused():
+    class Words(Catch):
+        def __init__(self):
+            super().__init__()
+            board = self.observation_space
+            self.observation_space = gym.spaces.Dict(board=board, mission=gym.spaces.Text(5))
+
+    message = r"sample: the space of observation\['mission'\] is Text.*FilterObservation"
+    with pytest.raises(EnvError, match=message):
+        Environments(Words, 1, 0, "sample")
+    with pytest.raises(EnvError, match="(?s)sample: the action space is .* only Discrete"):
+        Environments(lambda: Acting(gym.spaces.Text(5)), 1, 0, "sample")
+    columns = iter([5, 6])
+    with pytest.raises(EnvError, match="the observation space of environment 1 is Box.* 6.*Box"):
+        Environments(lambda: Catch(columns=next(columns)), 2, 0)
+
+
+def test_close_closes_every_environment_also_after_a_failure():
+    closed = []
+
+    class Closing(Catch):
+        def close(self):
+            closed.append(self.columns)
+
+    columns = iter([5, 6])
+    with pytest.raises(EnvError):
+        Environments(lambda: Closing(columns=next(columns)), 2, 0)
+    assert closed == [5, 6]
+
+
+# ----------------------------------------------------------------------------------------- actions
+
+
+class Acting(Counter):
+    """Counter with any action space, which keeps its actions as they come."""
+
+    def __init__(self, action_space, **kwargs):
+        super().__init__(**kwargs)
+        self.action_space = action_space
+        self.taken = []
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.taken.append(action)
+        return super().step(0)
+
+
+DISCRETE = gym.spaces.Discrete(3, start=-1)
+MULTI_DISCRETE = gym.spaces.MultiDiscrete([2, 3], start=[0, -1])
+BOX = gym.spaces.Box(np.array([-1, -np.inf]), np.array([0.1, np.inf]), dtype=np.float64)
+
+
+@pytest.mark.parametrize(
+    ("space", "num_actions", "actions", "taken"),
+    [
+        (DISCRETE, 3, np.array([2, 0]), [1, -1]),
+        (MULTI_DISCRETE, (2, 3), np.array([[0, 2], [1, 0]]), [[0, 1], [1, -1]]),
+        (BOX, 2, np.array([[-1, 7], [0, -9]], np.float32), [[-1, 7], [0, -9]]),
+    ],
+    ids=["discrete", "multi-discrete", "box"],
+)
+def test_environments_get_actions_of_their_space(space, num_actions, actions, taken):
+    environments = Environments(lambda: Acting(space, length=3, truncates=True), 2, 0)
+    assert environments.num_actions == num_actions
+    row = environments.initial()
+    assert row["last_action"].dtype == actions.dtype and not row["last_action"].any()
+    environments.step(actions)
+    assert row["last_action"].tolist() == actions.tolist()
+    for env, wanted in zip(environments.envs, taken, strict=True):
+        assert np.asarray(env.taken[0]).tolist() == wanted
+        if space is not DISCRETE:
+            assert env.taken[0].dtype == space.dtype
+            env.taken[0][:] = 0  # an environment may change its action
+    assert row["last_action"].tolist() == actions.tolist() != np.zeros_like(actions).tolist()
+
+
+@pytest.mark.parametrize(
+    ("space", "action"),
+    [(DISCRETE, -1), (DISCRETE, 3), (MULTI_DISCRETE, [0, 3]), (MULTI_DISCRETE, [-1, 0]),
+     (BOX, [0.2, 0.0]), (BOX, [0.0, np.inf]), (BOX, [np.nan, 0.0])],
+)  # fmt: skip
+def test_an_action_out_of_range_is_an_error(space, action):
+    environments = Environments(lambda: Acting(space, length=2, truncates=True), 2, 0)
+    good = np.zeros_like(environments.initial()["last_action"])
+    bad = good.copy()
+    bad[1] = action
+    environments.step(good)
+    environments.step(good)
+    environments.step(bad)  # in the extra row, where it is ignored
+    with pytest.raises(EnvError, match=r"environment 1 .* step 3: the action is .*must be from"):
+        environments.step(bad)
+
+
+def test_actions_at_the_bounds_of_a_box_are_within():
+    space = gym.spaces.Box(-0.1, 0.1, (1,), np.float64)
+    environments = Environments(lambda: gym.wrappers.ClipAction(Acting(space)), 1, 0)
+    environments.initial()
+    environments.step(np.array([[0.1]], np.float32))  # a little more, as a float64
+    environments.step(np.array([[-7]], np.float32))
+    assert np.concatenate(environments.envs[0].unwrapped.taken).tolist() == [0.1, -0.1]
+
+
+@pytest.mark.parametrize(
+    ("space", "actions", "message"),
+    [(DISCRETE, np.zeros((2, 1), np.int64), r"int64\[2, 1\].* are int64\[2\]"),
+     (DISCRETE, np.zeros(2), r"float64\[2\].* are int64\[2\]"),
+     (BOX, np.zeros(2, np.float32), r"float32\[2\].* are float32\[2, 2\]"),
+     (MULTI_DISCRETE, np.zeros((3, 2), np.int64), r"int64\[3, 2\].* are int64\[2, 2\]")],
+)  # fmt: skip
+def test_actions_of_another_shape_or_kind_are_an_error(space, actions, message):
+    environments = Environments(lambda: Acting(space), 2, 0)
+    environments.initial()
+    with pytest.raises(EnvError, match=message):
+        environments.step(actions)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines: what they refuse and how, and what a checkpoint adds to them."""
+
+import os
+import re
+import sys
+
+import pytest
+import torch
+from small_run import create_parser, parse, save
+
+import monobeast
+import polybeast
+from beast.errors import FlagError
+from beast.flags import parse_flags
+
+both = pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: p.__name__)
+
+
+@both
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--discounting 1.5", "1.5 is not valid: it must be from 0 to 1"),
+        ("--alpha=-0.1", "-0.1 is not valid: it must be from 0 to 1"),
+        ("--entropy_cost=-1", "-1 is not valid: it must not be negative"),
+        ("--baseline_cost nan", "nan is not valid: it must not be negative"),
+        ("--epsilon inf", "inf is not valid: it must be positive"),
+        ("--unroll_length 2.5", "invalid int value: '2.5'"),
+        ("--learning_rte 0.1", "--learning_rte 0.1; did you mean --learning_rate?"),
+        ("--unrol_length=5", "--unrol_length=5; did you mean --unroll_length?"),
+        ("--learning 0.1", "unrecognized arguments: --learning 0.1"),  # no abbreviations
+    ],
+)
+def test_a_flag_that_cannot_be_is_refused_in_one_line(program, capsys, arguments, message):
+    with pytest.raises(SystemExit) as end:
+        program.parser.parse_args(arguments.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and message in line
+    assert line.startswith(f"{program.__name__}.py: ") and "--help" in line
+
+
+@both
+@pytest.mark.parametrize(
+    "name", ["total_steps", "num_actors", "batch_size", "unroll_length", "num_learner_threads"]
+)
+def test_counts_must_be_positive(program, name, capsys):
+    with pytest.raises(SystemExit):
+        program.parser.parse_args([f"--{name}", "0"])
+    assert f"argument --{name}: 0 is not valid: it must be positive" in capsys.readouterr().err
+
+
+@both
+def test_autotune_is_refused_with_the_command_in_its_place(program):
+    name = f"{program.__name__}.py"
+    with pytest.raises(FlagError, match=f"python -m beast.autotune {name} --env Pong --seed 3$"):
+        parse_flags(program.parser, "--env Pong --autotune --seed 3".split())
+
+
+def test_a_missing_wandb_is_reported_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(FlagError, match="pip install wandb"):
+        parse(tmp_path, "--xpid run --wandb")
+    save(parse(tmp_path))
+    assert parse(tmp_path, "--xpid run --wandb --mode test").wandb
+
+
+def test_flags_come_from_the_checkpoint_unless_given(tmp_path):
+    save(parse(tmp_path, "--xpid run --learning_rate 0.25 --use_lstm"))
+    flags = parse(tmp_path)
+    assert flags.learning_rate == 0.25 and flags.use_lstm and flags.total_steps == 1000
+    flags = parse(tmp_path, "--xpid run --learning_rate 0.5 --total_steps 2000")
+    assert flags.learning_rate == 0.5  # though that is the default
+    assert flags.use_lstm and flags.total_steps == 2000
+    # Nor do they leak into the next call of the process.
+    parser = create_parser()
+    assert parse(tmp_path, "--xpid run", parser).learning_rate == 0.25
+    assert parse(tmp_path, "--xpid other", parser).learning_rate == 0.5
+    assert parse(tmp_path, "", parser).xpid not in ("run", "other")
+
+
+def change_saved_flags(path, **flags):
+    saved = torch.load(path, weights_only=True)
+    saved["flags"] |= flags
+    torch.save(saved, path)
+
+
+def test_flags_of_one_call_alone_do_not_come_from_the_checkpoint(tmp_path):
+    save(parse(tmp_path))
+    change_saved_flags(
+        tmp_path / "run" / "model.tar",
+        **{"disable_cuda": True, "disable_checkpoint": True, "savedir": "/gone", "mode": "test"},
+        **{"end_with_stdin": True, "wandb": True, "of_an_older_version": 3},
+    )
+    flags = parse(tmp_path)
+    assert not (flags.disable_cuda or flags.disable_checkpoint or flags.end_with_stdin)
+    assert flags.savedir == str(tmp_path) and flags.mode == "train" and not flags.wandb
+    assert "of_an_older_version" not in flags
+    assert parse(tmp_path, "--xpid run --mode test").mode == "test"
+
+
+def test_best_is_for_tests_alone_and_brings_its_own_flags(tmp_path):
+    save(parse(tmp_path, "--xpid run --learning_rate 0.25"))
+    (tmp_path / "run" / "model.tar").rename(tmp_path / "run" / "best.tar")
+    save(parse(tmp_path, "--xpid run --learning_rate 0.125"))
+    assert parse(tmp_path, "--xpid run --mode test --best").learning_rate == 0.25
+    assert parse(tmp_path, "--xpid run --mode test").learning_rate == 0.125
+    with pytest.raises(FlagError, match="--best is for --mode test"):
+        parse(tmp_path, "--xpid run --best")
+
+
+@pytest.mark.parametrize("mode", ["train", "test"])
+def test_a_checkpoint_of_another_environment_is_refused_with_both_names(tmp_path, mode):
+    save(parse(tmp_path))
+    with pytest.raises(FlagError, match="--env is Breakout, .* is of PongNo.*: leave --env out"):
+        parse(tmp_path, f"--xpid run --env Breakout --mode {mode}")
+    env = "PongNoFrameskip-v4"
+    assert parse(tmp_path, f"--xpid run --env {env} --mode {mode}").env == env
+    assert parse(tmp_path, "--xpid other --env Breakout").env == "Breakout"
+
+
+def test_a_run_that_has_done_its_steps_is_refused_with_what_to_raise(tmp_path):
+    save(parse(tmp_path), num_updates=10)
+    with pytest.raises(FlagError, match=r"has done its 1,000 steps: raise --total_steps \(1,000\)"):
+        parse(tmp_path)
+    assert parse(tmp_path, "--xpid run --total_steps 1001").total_steps == 1001
+    assert parse(tmp_path, "--xpid run --mode test").xpid == "run"
+
+
+def test_a_test_of_a_run_that_is_not_there_lists_those_that_are(tmp_path):
+    with pytest.raises(FlagError, match=r"there is no checkpoint in .*nope \(no run has"):
+        parse(tmp_path, "--xpid nope --mode test")
+    for i, xpid in enumerate(("old", "new")):
+        save(parse(tmp_path, f"--xpid {xpid}"))
+        os.utime(tmp_path / xpid / "model.tar", (i, i))
+    (tmp_path / "latest").symlink_to("new")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FlagError, match=r"nope \(runs with one, the newest first: new, old\)$"):
+        parse(tmp_path, "--xpid nope --mode test")
+    (tmp_path / "old" / "model.tar").rename(tmp_path / "old" / "best.tar")
+    with pytest.raises(FlagError, match=r"a best one comes after the first game .*first: old\)"):
+        parse(tmp_path, "--xpid new --mode test --best")
+
+
+def test_a_run_without_a_name_is_named_by_the_time_and_a_test_takes_the_latest(tmp_path):
+    assert re.match(r"torchbeast-2\d{7}-\d{6}$", parse(tmp_path, "").xpid)
+    for arguments in ("--mode test", "--xpid latest"):
+        with pytest.raises(FlagError, match="there is no run in"):
+            parse(tmp_path, arguments)
+    save(parse(tmp_path, "--xpid one --learning_rate 0.25"))
+    save(parse(tmp_path, "--xpid two --learning_rate 0.125"))
+    (tmp_path / "latest").symlink_to("two")
+    assert parse(tmp_path, "--mode test").learning_rate == 0.125
+    assert parse(tmp_path, "--xpid latest").xpid == "two"
+
+
+def test_a_run_without_a_seed_draws_one(tmp_path):
+    arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
+    seeds = {parse_flags(create_parser(), arguments).seed for _ in range(3)}
+    assert len(seeds) == 3 and all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_an_env_that_is_not_given_is_pong_unless_servers_run_already(tmp_path):
+    arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
+    assert parse_flags(monobeast.parser, arguments).env == "PongNoFrameskip-v4"
+    assert parse_flags(polybeast.parser, arguments).env == "PongNoFrameskip-v4"
+    arguments += ["--server_addresses", "host:50051"]
+    assert parse_flags(polybeast.parser, arguments).env is None

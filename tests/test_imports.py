@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may import what: environment servers no torch, the package no program."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from program import ROOT
+
+PROGRAMS = {"monobeast", "polybeast", "polybeast_env", "gala", "ppo", "dqn", "sac", "polybeast_ray"}
+ALLOWED = {("polybeast.py", "polybeast_env", "create_env")}
+MODULES = sorted(path.relative_to(ROOT) for path in ROOT.glob("libtorchbeast/*.py"))
+
+IMPORT_BLOCKED = """
+import importlib
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in sys.argv[2].split(",") or name.endswith("._C"):
+            raise ImportError("blocked: " + name)
+
+sys.meta_path.insert(0, Blocker())
+importlib.import_module(sys.argv[1])
+print(" ".join(name for name in sys.modules if name.split(".")[0] in ("beast", "libtorchbeast")))
+"""
+
+
+def import_blocked(module, *blocked):
+    """Import a module where some packages and the compiled part are missing.
+
+    Returns:
+      The modules of ours that it imported.
+    """
+    command = [sys.executable, "-c", IMPORT_BLOCKED, module, ",".join(blocked)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, f"{module}: {result.stderr}"
+    return result.stdout.split()
+
+
+def module_name(path):
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_each_module_of_an_environment_server_works_without_torch():
+    blocked = ("torch", "tensorboard", "tqdm", "nest")
+    modules = import_blocked("polybeast_env", *blocked)
+    assert "beast.server_processes" in modules and "libtorchbeast.rows" in modules
+    for module in [*modules, "libtorchbeast.server", "beast.servers"]:
+        import_blocked(module, *blocked)
+        path = ROOT / module.replace(".", "/")
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        assert "torch" not in [name.split(".")[0] for name, _ in imports(path)]  # nor later
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_libtorchbeast_works_where_it_is_installed_alone(path):
+    blocked = ["torch", "gymnasium", "ale_py", "cv2", "beast"]
+    if path.name in ("rows.py", "plain_environments.py"):  # NumPy alone
+        blocked += ["grpc", "google"]
+    import_blocked(module_name(path), *blocked)
+
+
+def imports(path):
+    """Yield (module, name) of each import of a file; name is None where the module is imported."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def test_nothing_imports_a_program():
+    files = [*ROOT.glob("*.py"), *ROOT.glob("beast/*.py"), *ROOT.glob("libtorchbeast/*.py")]
+    assert len(files) > 30
+    for path in files:
+        for module, name in imports(path):
+            allowed = (str(path.relative_to(ROOT)), module, name) in ALLOWED
+            assert allowed or module.split(".")[0] not in PROGRAMS, f"{path} imports {module}"
+
+
+def test_no_file_of_libtorchbeast_names_torch_or_beast():
+    for path in ROOT.glob("libtorchbeast/*.py"):
+        roots = {module.split(".")[0] for module, _ in imports(pathlib.Path(path))}
+        assert not roots & {"torch", "beast"}, path

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a learner counts, and when its threads stop."""
+
+import argparse
+import threading
+
+import pytest
+import torch
+from small_run import create_batch, create_learner
+
+import monobeast
+import polybeast
+from beast.learner import get_device
+
+
+def create(total_steps=1000):
+    return create_learner(argparse.Namespace(learning_rate=0.5, total_steps=total_steps))
+
+
+def test_updates_count_steps_returns_and_the_learning_rate():
+    learner = create()
+    learner.optimizer.step()
+    learner.count(250, [1.0, 2.0], [])
+    assert learner.step == learner.stats["step"] == 250
+    assert learner.optimizer.param_groups[0]["lr"] == 0.5 * 0.75
+    learner.count(250, [3.0] * 99, [4.0])
+    assert learner.step == 500 and learner.optimizer.param_groups[0]["lr"] == 0.25
+    assert learner.stats["episode_returns"] == [2.0] + [3.0] * 99  # the last hundred
+    assert learner.stats["game_returns"] == [4.0]
+
+
+def test_published_weights_are_those_of_the_model():
+    learner, other = create(), torch.nn.Linear(3, 1)
+    with torch.no_grad():
+        learner.model.weight += 1
+    learner.publish()
+    assert learner.weights.load_into(other) == learner.weights.version
+    assert torch.equal(other.weight, learner.model.weight)
+
+
+def test_learning_is_on_the_cpu_where_cuda_is_disabled_or_missing(monkeypatch):
+    for available, disabled, device in ((True, False, "cuda:0"), (True, True, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        assert get_device(argparse.Namespace(disable_cuda=disabled)) == torch.device(device)
+
+
+@pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: p.__name__)
+def test_no_thread_learns_after_the_last_step(monkeypatch, program):
+    learner, batch = create(), create_batch()
+    run = argparse.Namespace(stop=threading.Event(), updates=[])
+
+    def record(metrics, batch):
+        run.updates.append((metrics, batch))
+        run.stop.set()  # that was the last step
+
+    run.record = record
+    monkeypatch.setattr(program, "read_batches", lambda *_: [batch, batch])
+    monkeypatch.setattr(program, "learn", lambda *_: {"steps": 1000.0})
+    system = (None, None) if program is monobeast else (argparse.Namespace(queue=None),)
+    version = learner.weights.version
+    program.batch_and_learn(None, learner, *system, run)
+    assert run.updates == [({"steps": 1000.0}, batch)]
+    assert learner.weights.version == version + 1

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics: from tensors to numbers, means and texts."""
+
+import math
+
+import pytest
+import torch
+
+from beast import metrics
+
+
+def test_metrics_become_floats():
+    given = {
+        "tensor": torch.tensor(1.5),
+        "one_element": torch.tensor([[2]]),
+        "bool_tensor": torch.tensor(True),
+        "half": torch.tensor(0.5, dtype=torch.bfloat16),
+        "grad": torch.tensor(3.0, requires_grad=True),
+        "float": 0.1,
+        "int": 7,
+        "bool": False,
+    }
+    numbers = metrics.to_floats(given)
+    assert all(type(value) is float for value in numbers.values())
+    assert list(numbers.items()) == [
+        *(("tensor", 1.5), ("one_element", 2.0), ("bool_tensor", 1.0), ("half", 0.5)),
+        *(("grad", 3.0), ("float", 0.1), ("int", 7.0), ("bool", 0.0)),
+    ]
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(2, 0), [1.0, 2.0]])
+def test_a_metric_that_is_not_one_number_is_refused_by_name(value):
+    with pytest.raises(ValueError, match=r"the metric 'norms' has shape \[.*\], but .* one number"):
+        metrics.to_floats({"loss": torch.tensor(1.0), "norms": value})
+
+
+@pytest.mark.parametrize("value", [None, "good", torch.nn.Linear(1, 1)])
+def test_a_metric_that_is_no_number_is_refused_by_name(value):
+    with pytest.raises(ValueError, match="the metric 'my_metric' is a .*, but .* one number"):
+        metrics.to_floats({"my_metric": value})
+
+
+def test_metrics_are_finite_if_all_of_them_are():
+    assert metrics.is_finite({"a": 1.0, "b": -1e300}) and metrics.is_finite({})
+    for value in (math.nan, math.inf, -math.inf):
+        assert not metrics.is_finite({"a": 1.0, "b": value})
+
+
+def test_the_mean_of_nothing_is_none_and_shown_as_a_dash():
+    dicts = [{"a": 1.0, "b": 2.0}, {"a": 2.0}, {"c": 0.0}]
+    assert metrics.means(dicts) == {"a": 1.5, "b": 2.0, "c": 0.0} and metrics.means([]) == {}
+    assert metrics.mean([]) is None and metrics.show(None) == "-"
+    assert metrics.mean([1, 2, 6]) == 3
+    assert metrics.mean([0.1] * 10) == 0.1
+    assert metrics.show(metrics.mean([-21.0, -20.0])) == "-20.5"
+    assert metrics.show(123456.0) == "1.235e+05"

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program in docs/new_program.md runs as it stands there, with few lines for systems."""
+
+import ast
+import re
+
+import pytest
+from program import ROOT, column, last_step, load, read_rows, run
+
+PAGE = (ROOT / "docs" / "new_program.md").read_text()
+(PROGRAM,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+SYSTEMS = ("play_and_learn", "train", "main")
+
+
+def test_what_is_not_its_algorithm_takes_at_most_100_lines():
+    """Counted are imports from beast, lines of the parser, SYSTEMS, and the last two lines."""
+    lines = 0
+    for node in ast.parse(PROGRAM).body:
+        source = ast.unparse(node)
+        is_import = isinstance(node, ast.ImportFrom) and node.module.startswith("beast")
+        is_function = isinstance(node, ast.FunctionDef) and node.name in SYSTEMS
+        if (
+            is_import
+            or is_function
+            or source.startswith(("parser", "add_run_flags", "if __name__"))
+        ):
+            lines += node.end_lineno - node.lineno + 1
+    assert lines <= 100
+    assert int(re.search(r"(\d+) in all", PAGE)[1]) == lines
+
+
+@pytest.mark.whole
+def test_the_program_learns_resumes_and_plays(tmp_path):
+    script, folder = tmp_path / "reinforce.py", tmp_path / "runs" / "cartpole"
+    script.write_text(PROGRAM)
+
+    def reinforce(*arguments):
+        where = ("--xpid cartpole --savedir", folder.parent)
+        status, output = run(script, *where, *arguments, PYTHONPATH=str(ROOT))
+        assert status == 0, output
+        return output
+
+    reinforce("--env CartPole-v1 --seed 1 --total_steps 8000")
+    first, step = load(folder / "model.tar"), last_step(folder)
+    assert step >= 8000 and column(read_rows(folder), "baseline_loss")
+    output = reinforce("--total_steps 16000 --eval_interval 4000 --num_episodes 2")
+    assert f"Resuming {folder} at step {step:,}" in output
+    assert last_step(folder) >= 16000
+    second = load(folder / "model.tar")
+    assert any(
+        (weights != second["model_state_dict"][name]).any()
+        for name, weights in first["model_state_dict"].items()
+    )
+    assert column(read_rows(folder), "mean_episode_return")[-1] > 30  # a random player: 22
+    output = reinforce("--mode test --num_episodes 3")
+    assert "3 games: mean return" in output

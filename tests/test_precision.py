@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The number format in which nets compute, and the generators of random numbers."""
+
+import argparse
+import random
+
+import numpy as np
+import pytest
+import torch
+from test_parity import SPACE, A, make_batch
+
+import monobeast
+import polybeast
+from beast import precision
+from beast.randomness import random_states, restore_random_states, seed_generators
+
+
+@pytest.mark.parametrize("model", ["shallow", "deep"])
+@pytest.mark.parametrize("use_lstm", [False, True])
+def test_bf16_gives_the_loss_and_the_gradients_of_fp32_to_its_tolerance(model, use_lstm):
+    torch.manual_seed(1)
+    net = polybeast.AtariNet(SPACE, A, use_lstm, model)
+    for layer in (net.policy, net.baseline):  # a real policy, real values
+        torch.nn.init.normal_(layer.weight, std=0.05)
+    batch = make_batch(3)
+    gradients, metrics = [], []
+    for number_format in ("fp32", "bf16"):
+        flags = polybeast.parser.parse_args(["--precision", number_format])
+        net.zero_grad()
+        loss, all_metrics = polybeast.compute_loss(flags, net, batch, net.initial_state(3))
+        loss.backward()
+        wide = (torch.float32, torch.float64, torch.int64)
+        assert all(m.dtype in wide for m in all_metrics.values())
+        gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+        metrics.append(torch.stack([m.double() for m in all_metrics.values()]))
+    # bfloat16 has 8 bits of precision, and a hundred rows average them out.
+    torch.testing.assert_close(metrics[1], metrics[0], rtol=0.02, atol=0.2)
+    assert not torch.equal(*gradients)
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.99
+    assert 0.97 < gradients[1].norm() / gradients[0].norm() < 1.03
+
+
+def test_weights_stay_float32_in_bf16():
+    flags = monobeast.parser.parse_args(["--precision", "bf16"])
+    net = monobeast.AtariNet(SPACE, A)
+    before = net.fc.weight.clone()
+    optimizer, _ = monobeast.create_optimizer(flags, net)
+    monobeast.learn(flags, net, make_batch(1), (), optimizer)
+    assert all(p.dtype == torch.float32 for p in net.parameters())
+    assert 0 < (net.fc.weight - before).abs().max() < 1e-1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "knows_bf16", "devices", "chosen"),
+    [
+        (None, True, "yes yes", "bf16"),
+        (None, True, "yes no", "fp32"),  # a GPU that has it, actors on a CPU that has not
+        (None, False, "yes", "fp32"),
+        ("fp32", True, "yes", "fp32"),
+        ("bf16", False, "no", "bf16"),
+    ],
+)
+def test_precision_is_what_all_devices_and_the_net_are_good_at_unless_given(
+    monkeypatch, caplog, wanted, knows_bf16, devices, chosen
+):
+    net_class = argparse.Namespace(**{"knows_bf16": True} if knows_bf16 else {})
+    monkeypatch.setattr(precision, "has_bf16", lambda device: device == "yes")
+    flags = argparse.Namespace(precision=wanted)
+    precision.choose_precision(flags, net_class, devices.split())
+    assert flags.precision == chosen
+    assert ("slower than fp32" in caplog.text) == (wanted == "bf16")
+
+
+@pytest.mark.parametrize("features", ["avx512_bf16", "amx_bf16", ""])
+def test_whether_a_processor_multiplies_in_bfloat16(monkeypatch, features):
+    capabilities = {"avx512_f": True, "avx512_bf16": False, "cpu_name": "x"}
+    capabilities |= {feature: True for feature in features.split()}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert precision.has_bf16(torch.device("cpu")) == bool(features)
+
+
+def draw():
+    return random.random(), np.random.normal(), torch.rand(1).item()
+
+
+def test_random_states_are_restored():
+    seed_generators([1, 2])
+    np.random.normal()  # now NumPy holds the second one of a pair back
+    states = random_states()
+    first = draw()
+    assert draw() != first
+    restore_random_states(states)
+    assert draw() == first
+
+
+def test_generators_are_seeded_alike_by_the_same_numbers_only():
+    def draw_with(seed):
+        seed_generators(seed)
+        return draw()
+
+    assert draw_with([1, 2]) == draw_with([1, 2])
+    others = [draw_with(seed) for seed in ([1, 2], [2, 1], [1, 3], [1, 2, 0, 0, 7])]
+    for values in zip(*others, strict=True):
+        assert len(set(values)) == 4

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training run without a program around it: resuming, metrics, bad updates, signals, the end."""
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from program import ROOT, load, read_meta, read_rows, run, wait_until
+from small_run import UPDATE, B, create_batch, create_learner, parse, save, update
+from test_atomic_files import fill, read_events
+
+from beast import run as beast_run
+from beast.errors import EnvError, FlagError
+from beast.processes import STOP_SIGNALS
+from beast.run import MAX_SKIPPED, Run
+
+CPU_ONLY = "--xpid run --disable_cuda"
+
+
+class System:
+    """What plays, as a Run sees it."""
+
+    def waits(self):
+        return {"actor_wait": 0.0}
+
+    def metrics(self):
+        return {"full_buffers": 3}
+
+    def texts(self, metrics):
+        return {"full": f"{metrics['full_buffers']}/4"}
+
+    def silences(self):
+        return []
+
+    def pids(self):
+        return []
+
+
+def record(run, update=UPDATE, batch=None):
+    with run._learner.lock:
+        run._learner.publish()
+        run.record(update, batch or create_batch(run._learner.weights.version - 1))
+
+
+def start(tmp_path, arguments=CPU_ONLY, **kwargs):
+    flags = parse(tmp_path, arguments)
+    return Run(flags, create_learner(flags, **kwargs))
+
+
+def test_a_new_run_says_that_it_is_new_and_a_resumed_one_that_it_is_resumed(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    with start(tmp_path) as run:
+        record(run)
+        assert run.first_step == 0
+    assert f"New run: {tmp_path / 'run'}" in caplog.messages
+    assert not any(message.startswith("Resuming") for message in caplog.messages)
+    caplog.clear()
+    with start(tmp_path) as run:
+        assert run.first_step == 100
+        record(run)
+    assert f"Resuming {tmp_path / 'run'} at step 100" in caplog.messages
+    assert not any(message.startswith("New run") for message in caplog.messages)
+    assert load(tmp_path / "run" / "model.tar")["step"] == 200
+    assert [row["step"] for row in read_rows(tmp_path / "run")] == ["100", "200"]
+
+
+@pytest.mark.parametrize("metrics", [{"total_loss": 1.0}, UPDATE | {"step": 1.0}])
+def test_metrics_without_steps_or_with_a_name_of_ours_are_refused(tmp_path, metrics):
+    with start(tmp_path) as run:
+        with pytest.raises(ValueError, match="must have `steps`, .* and none of .*'step'"):
+            record(run, metrics)
+
+
+def test_the_last_checkpoint_is_saved_also_where_the_last_row_cannot_be(tmp_path, monkeypatch):
+    with pytest.raises(ZeroDivisionError):
+        with start(tmp_path) as run:
+            record(run)
+            monkeypatch.setattr(run, "tick", lambda: 1 / 0)
+    assert load(tmp_path / "run" / "model.tar")["step"] == 100
+
+
+def test_a_run_that_cannot_be_resumed_ends_and_frees_its_folder(tmp_path):
+    save(parse(tmp_path))
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+    with pytest.raises(FlagError, match="does not fit this Linear"):
+        with start(tmp_path, size=4):
+            pass
+    assert read_meta(tmp_path / "run")["status"].startswith("FlagError: the checkpoint in")
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
+    with start(tmp_path):
+        pass
+
+
+def test_metrics_are_means_over_a_tick_also_those_of_ones_own(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    ends = torch.zeros(3, B, dtype=torch.bool)
+    ends[1, 0] = ends[2, 1] = True
+    ends[0, 2] = True  # which was counted as the last row of the rollout before
+    returns = torch.arange(9.0).view(3, B)
+    batch = create_batch(2, done=ends, episode_return=returns, game_done=ends, game_return=returns)
+    with start(tmp_path) as run:
+        run._system = System()
+        run.tick()
+        record(run, UPDATE | {"my_metric": 1.0, "rare": 5.0}, batch)
+        record(run, UPDATE | {"my_metric": 2.0})
+        run.tick()
+    first, row, last = read_rows(tmp_path / "run")
+    assert "my_metric" in first and first["my_metric"] == first["mean_episode_return"] == ""
+    assert (row["my_metric"], row["rare"], row["total_loss"]) == ("1.5", "5.0", "0.5")
+    assert row["step"] == "200" and "steps" not in row
+    assert float(row["mean_episode_return"]) == float(row["mean_game_return"]) == (3 + 7) / 2
+    assert float(row["learning_rate"]) == pytest.approx(0.5 * 0.8)
+    assert [row[f"policy_lag_{name}"] for name in ("min", "mean", "max")] == ["0", "0.0", "0"]
+    assert row["full_buffers"] == "3" and float(row["actor_wait"]) == 0
+    assert last["my_metric"] == last["policy_lag_max"] == ""  # no update since
+    assert read_events(tmp_path / "run", "my_metric") == [(200, 1.5)]
+    line = next(message for message in caplog.messages if "200 steps" in message)
+    number = r"-?[\d,.e+-]+"
+    pattern = rf"20\.0% \| 200 steps \| {number} steps/s \({number} frames/s\) "
+    pattern += r"\| return 5 \| loss 0\.5 \| wait \d+%/0% \| full 3/4 \| lag 0/0/0 "
+    pattern += r"\| health - \| left \d+:\d\d:\d\d"
+    assert re.fullmatch(pattern, line), line
+    line = next(message for message in caplog.messages if "0 steps" in message)
+    assert "return - | loss - " in line and "lag -/-/- " in line and line.endswith("left -")
+
+
+def test_the_last_step_ends_the_run(tmp_path):
+    with start(tmp_path, f"{CPU_ONLY} --total_steps 300") as run:
+        for is_last in (False, False, True):
+            record(run)
+            assert run.stop.is_set() == is_last
+    assert run.exit_status == 0 and read_meta(tmp_path / "run")["status"] == "ended"
+
+
+def test_watch_logs_and_saves_until_the_run_stops(tmp_path, monkeypatch):
+    monkeypatch.setattr(beast_run, "LOG_INTERVAL", 0.05)
+    with start(tmp_path, f"{CPU_ONLY} --checkpoint_interval_s 0.1") as run:
+        thread = threading.Thread(target=run.watch, args=(System(),))
+        thread.start()
+        try:
+            wait_until((tmp_path / "run" / "model.tar").exists)
+            record(run)
+            wait_until(lambda: read_rows(tmp_path / "run")[-1]["step"] == "100")
+            wait_until(lambda: load(tmp_path / "run" / "model.tar")["step"] == 100)
+        finally:
+            run.stop.set()
+            thread.join()
+
+
+@pytest.mark.parametrize("error", [EnvError("all actors died"), RuntimeError("out of luck")])
+def test_an_error_is_in_meta_and_only_one_of_the_environments_leaves_a_checkpoint(tmp_path, error):
+    with pytest.raises(type(error)):
+        with start(tmp_path) as run:
+            record(run)
+            raise error
+    assert read_meta(tmp_path / "run")["status"] == f"{type(error).__name__}: {error}"
+    assert (tmp_path / "run" / "model.tar").exists() == isinstance(error, EnvError)
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted(tmp_path, caplog):
+    with start(tmp_path) as run:
+        record(run, UPDATE | {"grad_norm": float("nan")})
+        assert run._learner.stats["skipped_in_a_row"] == 1
+        record(run)
+        assert run._learner.stats["skipped_in_a_row"] == 0
+    assert re.search(r"skipped, as it is not finite \(1 in all; 1 in a row.*grad_norm nan.*"
+                     r"batch comes from \{'actors': \[0\]\}", caplog.text)  # fmt: skip
+    row = read_rows(tmp_path / "run")[-1]
+    assert row["skipped_updates"] == "1" and row["step"] == "200" and row["total_loss"] == "0.5"
+    assert "grad_norm" not in row
+
+
+def test_updates_in_a_row_that_are_not_finite_end_the_run_and_leave_their_batch(tmp_path):
+    with pytest.raises(FloatingPointError, match=f"{MAX_SKIPPED} updates in a row.*bad_batch.tar"):
+        with start(tmp_path) as run:
+            record(run)
+            run._checkpoints.save(run._learner)
+            for _ in range(MAX_SKIPPED):
+                record(run, UPDATE | {"total_loss": float("inf")})
+    bad = load(tmp_path / "run" / "bad_batch.tar")
+    assert bad["metrics"]["total_loss"] == float("inf") and bad["sources"] == {"actors": [0]}
+    assert bad["batch"].keys() == create_batch().rows.keys()
+    assert load(tmp_path / "run" / "model.tar")["step"] == 100
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error_that_says_what_is_lost(small_disk):
+    reason = r"model.tar of step 200 could not be written \(No space .*that of step 100 stays"
+    with pytest.raises(FlagError, match=reason):
+        with start(small_disk) as run:
+            record(run)
+            run._checkpoints.save(run._learner)
+            filler = fill(small_disk)
+            record(run)
+    filler.unlink()
+    with start(small_disk) as run:
+        record(run)
+    assert load(small_disk / "run" / "model.tar")["step"] == 200
+
+
+def test_a_profiler_trace_is_written(tmp_path):
+    with start(tmp_path, f"{CPU_ONLY} --write_profiler_trace --total_steps 100000") as run:
+        for _ in range(50):
+            update(run._learner)
+            record(run)
+    assert "RMSprop" in (tmp_path / "run" / "trace.json").read_text()
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_stop_signal_ends_the_run_with_a_checkpoint_and_its_status(tmp_path, number, caplog):
+    caplog.set_level(logging.INFO)
+    handlers = [signal.getsignal(n) for n in STOP_SIGNALS]
+    with start(tmp_path) as run:
+        record(run)
+        os.kill(os.getpid(), number)
+        assert run.stop.wait(10)
+        os.kill(os.getpid(), number)  # as make and timeout do; this does not end the process
+        wait_until(lambda: f"Caught {number.name}: ending" in caplog.messages)
+    assert run.exit_status == 128 + number
+    assert read_meta(tmp_path / "run")["status"] == f"stopped by {number.name}"
+    assert load(tmp_path / "run" / "model.tar")["step"] == 100
+    assert [signal.getsignal(n) for n in STOP_SIGNALS] == handlers
+
+
+RUN = """
+import os, signal, sys, time
+from small_run import create_learner, parse
+from beast.run import Run
+flags = parse(*sys.argv[1:])
+with Run(flags, create_learner(flags)) as run:
+    print("started", flush=True)
+    {body}
+sys.exit(run.exit_status)
+"""
+
+
+def run_script(tmp_path, body):
+    (tmp_path / "script.py").write_text(RUN.format(body=body))
+    return tmp_path / "script.py", os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
+
+
+@pytest.mark.whole
+def test_a_second_signal_after_a_while_ends_the_process(tmp_path):
+    body = "os.kill(os.getpid(), signal.SIGTERM); run.stop.wait(); time.sleep(1.1); "
+    body += "os.kill(os.getpid(), signal.SIGINT); time.sleep(10)"
+    script, path = run_script(tmp_path, body)
+    status, output = run(script, tmp_path, PYTHONPATH=path)
+    assert status == -signal.SIGINT, output
+
+
+@pytest.mark.whole
+def test_a_run_ends_with_its_standard_input_where_it_is_asked_to(tmp_path):
+    script, path = run_script(tmp_path, "run.watch()")
+    command = [sys.executable, script, tmp_path, "--xpid run --end_with_stdin"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout.readline() == "started\n"
+            process.stdin.close()
+            assert process.wait(60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+    assert read_meta(tmp_path / "run")["status"] == "stopped by SIGTERM"

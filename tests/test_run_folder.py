@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's folder: its lock, meta.json, `latest`, logs, a full disk, Weights & Biases."""
+
+import json
+import logging
+import re
+
+import pytest
+from small_run import create_learner, parse, save, update
+from test_atomic_files import fill, read, read_events
+
+from beast import checkpoint
+from beast.errors import FlagError
+from beast.run_folder import RunFolder
+
+
+@pytest.fixture
+def open_folder():
+    """Return a function that opens a RunFolder at a step; those still open are closed."""
+    folders = []
+
+    def open_folder(flags, step=0):
+        folders.append(RunFolder(flags))
+        folders[-1].start_logs(step)
+        return folders[-1]
+
+    yield open_folder
+    for folder in folders:
+        if not folder._lock.closed:
+            folder.close("ended")
+
+
+def read_meta(folder):
+    return json.loads((folder / "meta.json").read_text())
+
+
+def test_a_folder_in_use_is_refused_until_it_is_free(tmp_path, open_folder):
+    flags, path = parse(tmp_path), tmp_path / "run"
+    folder = open_folder(flags)
+    before = (path / "meta.json").read_bytes()
+    with pytest.raises(FlagError, match=f"another process is training in {path}"):
+        RunFolder(flags)
+    assert (path / "meta.json").read_bytes() == before
+    folder.close("ended")
+    open_folder(flags)
+
+
+def test_meta_holds_how_a_run_ended_and_the_runs_before_it(tmp_path, open_folder):
+    flags, path = parse(tmp_path), tmp_path / "run"
+    folder = open_folder(flags)
+    meta = read_meta(path)
+    assert meta["status"] == "running" and meta["end"] is None
+    assert meta["flags"]["seed"] == 1 and {"commit", "changed"} <= meta["git"].keys()
+    folder.close("ended", ValueError("out of luck"))
+    assert read_meta(path)["status"] == "ValueError: out of luck"
+    assert "ValueError: out of luck" in (path / "out.log").read_text()
+    for _ in range(2):
+        open_folder(flags).close("ended")
+    meta = read_meta(path)
+    assert meta["status"] == "ended" and meta["start"] <= meta["end"]
+    assert [m["status"] for m in meta["earlier"]] == ["ValueError: out of luck", "ended"]
+    assert "earlier" not in meta["earlier"][1]
+    (path / "meta.json").write_text("{torn")
+    open_folder(flags)
+    assert read_meta(path)["status"] == "running"
+
+
+def test_latest_links_the_newest_run_and_spares_what_is_no_link(tmp_path, open_folder, caplog):
+    for xpid in ("one", "two", "one"):
+        open_folder(parse(tmp_path, f"--xpid {xpid}")).close("ended")
+        assert (tmp_path / "latest").resolve() == (tmp_path / xpid).resolve()
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    (tmp_path / "latest" / "precious").touch()
+    open_folder(parse(tmp_path))
+    assert (tmp_path / "latest" / "precious").exists()
+    assert "Could not link" in caplog.text
+
+
+def test_what_a_killed_process_had_begun_to_write_is_removed(tmp_path, open_folder):
+    flags = parse(tmp_path)
+    save(flags)
+    for name in ("model", "best", "meta", "logs", "mine"):
+        (tmp_path / "run" / f"{name}.tmp").write_text("half")
+    open_folder(flags)
+    assert [path.stem for path in (tmp_path / "run").glob("*.tmp")] == ["mine"]
+
+
+def test_metrics_go_to_screen_and_files(tmp_path, open_folder, caplog):
+    caplog.set_level(logging.INFO)
+    folder = open_folder(parse(tmp_path))
+    folder.log(0, {"mean_episode_return": None, "total_loss": None}, "a line")
+    folder.log(250, {"mean_episode_return": 1.5, "total_loss": -2.0}, "another line")
+    folder.close("ended")
+    rows = read(tmp_path / "run" / "logs.csv")
+    assert [row["step"] for row in rows] == ["0", "250"]
+    assert [row["mean_episode_return"] for row in rows] == ["", "1.5"]
+    assert "0.0% | a line" in caplog.text
+    assert "25.0% | another line" in caplog.text
+    assert "25.0% | another line" in (tmp_path / "run" / "out.log").read_text()
+    assert read_events(tmp_path / "run", "total_loss") == [(250, -2.0)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_tears_no_file_and_the_run_continues_and_says_so(
+    small_disk, open_folder, caplog
+):
+    caplog.set_level(logging.INFO)
+    flags, path = parse(small_disk), small_disk / "run"
+    folder, learner = open_folder(flags), create_learner(flags)
+    writer = checkpoint.Writer(flags, learner)
+    folder.log(100, {"loss": 1.0}, "a line")
+    update(learner, [1.0])
+    writer.save(learner)
+    before = {name: (path / name).read_bytes() for name in ("model.tar", "best.tar")}
+    filler = fill(small_disk)
+    update(learner, [1.0])
+    writer.save(learner)
+    reason = "of step 200 could not be written (No space left on device): that of step 100 stays"
+    for name in before:
+        assert f"{path / name} {reason}" in caplog.text
+    assert writer.failure == f"the checkpoint {path / 'model.tar'} {reason}"
+    with pytest.raises(FlagError, match=f"cannot use --savedir {small_disk}: .*No space left"):
+        RunFolder(parse(small_disk, "--xpid other"))
+    for step in range(101, 301):
+        folder.log(step, {"loss": 1.0} | ({"new": 2.0} if step > 200 else {}), "a line")
+    assert {name: (path / name).read_bytes() for name in before} == before
+    assert list(path.glob("*.tmp")) == []
+    assert checkpoint.load(flags)["step"] == 100
+    for name in ("logs.csv", "out.log"):
+        # A shorter line may still fit into the last block, and then each change is logged.
+        lost = caplog.text.count(f"Cannot write {path / name} (No space left on device)")
+        again = caplog.text.count(f"Can write {path / name} again: ")
+        assert lost == again + 1
+        assert again < 50
+
+    filler.unlink()
+    folder.log(301, {"loss": 3.0, "new": 4.0}, "a line")
+    writer.save(learner)
+    folder.close("ended")
+    assert writer.failure == ""
+    rows = read(path / "logs.csv")
+    written = [int(row["step"]) for row in rows]
+    assert 1 < len(written) < 150 and written == sorted(set(written))
+    assert written[0] == 100 and written[-1] == 301
+    missing = re.findall(rf"Can write {path / 'logs.csv'} again: (\d+) entries", caplog.text)
+    assert len(written) + sum(map(int, missing)) == 202
+    assert [int(row["_tick"]) for row in rows] == list(range(len(rows)))
+    assert rows[-1]["new"] == "4.0" and rows[-2]["new"] == ""
+    assert all(line.startswith("[") for line in (path / "out.log").read_text().splitlines())
+    assert checkpoint.load(flags)["step"] == checkpoint.load(flags, "best.tar")["step"] == 200
+    assert read_meta(path)["status"] == "ended"
+
+
+def test_wandb_gets_the_same_metrics_and_a_resumed_run_continues_there(
+    tmp_path, open_folder, monkeypatch
+):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    flags, ids = parse(tmp_path, "--xpid run --wandb"), []
+    for step in (0, 100, 0):  # new, resumed, begun again
+        folder = open_folder(flags, step)
+        folder.log(step + 100, {"total_loss": 0.5, "mean_game_return": None}, "")
+        folder.log(step + 200, {"total_loss": 0.25, "mean_game_return": None}, "")
+        assert folder._wandb.step == step + 200 and folder._wandb.config["learning_rate"] == 0.5
+        assert folder._wandb.summary["total_loss"] == 0.5  # of the last step that is complete
+        assert "mean_game_return" not in dict(folder._wandb.summary)
+        ids.append(folder._wandb.id)
+        folder.close("ended")
+    assert ids[0] == ids[1] != ids[2]
+    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) >= 2

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's threads, how long they wait, and the processes that end with their parent."""
+
+import multiprocessing
+import os
+import pathlib
+import signal
+import threading
+
+import pytest
+from program import wait_until
+
+from beast import waits
+from beast.processes import exit_with_parent
+from beast.threads import Threads
+
+DEADLINE = 60  # seconds
+
+
+def test_the_first_error_ends_all_threads_and_reaches_the_main_thread():
+    stop, woken, ended = threading.Event(), threading.Event(), []
+
+    def wait(name):
+        assert woken.wait(DEADLINE)
+        ended.append(name)
+        raise ValueError("a later error")
+
+    def fail():
+        raise KeyError("the first error")
+
+    with pytest.raises(KeyError, match="the first error"):
+        with Threads(stop, on_exit=[woken.set]) as threads:
+            threads.start(wait, "waits", copies=3)
+            threads.start(fail)
+            assert stop.wait(DEADLINE)
+            assert not woken.is_set()
+    assert ended == ["waits"] * 3  # all were woken and joined
+
+
+@pytest.mark.parametrize("cause", ["a thread ends", "the block is left", "the block raises"])
+def test_whatever_ends_the_block_wakes_and_joins_all_threads(cause):
+    stop, calls, names = threading.Event(), [], []
+
+    def wait():
+        names.append(threading.current_thread().name)
+        assert stop.wait(DEADLINE)
+
+    def run():
+        with Threads(stop, on_exit=[lambda: calls.append(1), lambda: calls.append(2)]) as threads:
+            threads.start(wait, copies=2)
+            threads.start(wait, name="third")
+            if cause == "a thread ends":
+                threads.start(lambda: None)
+                assert stop.wait(DEADLINE)
+            if cause == "the block raises":
+                raise KeyError("of the block")
+
+    before = threading.active_count()
+    if cause == "the block raises":
+        with pytest.raises(KeyError, match="of the block"):
+            run()
+    else:
+        run()
+    assert stop.is_set() and calls == [1, 2] and threading.active_count() == before
+    assert sorted(names) == ["third 0", "wait 0", "wait 1"]
+
+
+def test_a_wake_that_fails_does_not_keep_the_others_asleep(caplog):
+    stop, woken = threading.Event(), threading.Event()
+
+    def wait():
+        assert woken.wait(DEADLINE)
+
+    with pytest.raises(ZeroDivisionError):
+        with Threads(stop, on_exit=[lambda: 1 / 0, woken.set]) as threads:
+            threads.start(wait)
+    assert woken.is_set()
+    with pytest.raises(KeyError, match="of the block"):
+        with Threads(threading.Event(), on_exit=[lambda: 1 / 0]):
+            raise KeyError("of the block")
+    assert "A thread failed, too" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_seconds_become_fractions_of_the_time_since_the_last_call(monkeypatch):
+    clock = [10.0]
+    monkeypatch.setattr(waits.time, "monotonic", lambda: clock[0])
+    fractions = waits.WaitFractions()
+    clock[0] = 12.0
+    assert fractions(a=1.0, b=0.5) == {"a": 0.5, "b": 0.25}
+    clock[0] = 16.0
+    assert fractions(a=1.0, b=4.5) == {"a": 0.0, "b": 1.0}
+
+
+def test_a_stopwatch_counts_while_all_threads_wait_also_now(monkeypatch):
+    clock = [10.0]
+    monkeypatch.setattr(waits.time, "monotonic", lambda: clock[0])
+    stopwatch = waits.Stopwatch(2)
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait():
+        with stopwatch:
+            entered.set()
+            leave.wait(DEADLINE)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert entered.wait(DEADLINE)
+    clock[0] = 11.0
+    assert stopwatch.seconds() == 0  # one of them has something to do
+    with stopwatch:
+        clock[0] = 13.0
+        assert stopwatch.seconds() == 2
+        clock[0] = 14.0
+    clock[0] = 20.0
+    assert stopwatch.seconds() == 3
+    leave.set()
+    thread.join()
+    assert stopwatch.seconds() == 3
+
+
+def test_the_end_of_a_pipe_ends_the_process_that_watches_it():
+    read_end, write_end = os.pipe()
+    ended, looked = threading.Event(), threading.Semaphore(0)
+    exit_with_parent(read_end, ended.set, looked.release)
+    os.write(write_end, b"no end yet\n")
+    assert all(looked.acquire(timeout=DEADLINE) for _ in range(2))
+    assert not ended.is_set()
+    os.close(write_end)
+    assert ended.wait(DEADLINE)
+    os.close(read_end)
+
+
+def be_a_parent(pipe):
+    child = multiprocessing.get_context("fork").Process(target=be_a_child, args=(pipe,))
+    child.start()
+    child.join()
+
+
+def be_a_child(pipe):
+    exit_with_parent()
+    pipe.send(os.getpid())
+    signal.pause()
+
+
+def is_running(pid):
+    try:
+        status = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def test_a_process_ends_when_its_parent_is_killed():
+    context = multiprocessing.get_context("forkserver")
+    pipe, far_end = context.Pipe()
+    parent = context.Process(target=be_a_parent, args=(far_end,))
+    parent.start()
+    try:
+        assert pipe.poll(DEADLINE)
+        child = pipe.recv()
+        assert is_running(child)
+    finally:
+        parent.kill()
+        parent.join()
+    wait_until(lambda: not is_running(child))

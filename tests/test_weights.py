@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published weights: always one whole version, for processes and for threads."""
+
+import multiprocessing
+import shutil
+
+import pytest
+import torch
+
+from beast.errors import FlagError
+from beast.weights import LocalWeights, SharedWeights
+
+both = pytest.mark.parametrize("kind", [SharedWeights, LocalWeights])
+
+
+def set_weights(model, version):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(version)
+
+
+def create_model(version=0):
+    model = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(6)])
+    set_weights(model, version)
+    return model
+
+
+@both
+def test_weights_are_a_copy_with_a_version_that_counts(kind):
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    weights = kind(model)
+    first = weights.version
+    for version in range(first, first + 4):
+        assert weights.version == version
+        set_weights(model, -1)  # which nobody sees who is not told
+        assert weights.load_into(other) == version
+        if version > first:
+            assert all((p == version - 1).all() for p in other.parameters())
+        set_weights(model, version)
+        weights.publish(model)
+
+
+@both
+def test_weights_of_several_types_are_published(kind):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.BatchNorm1d(1))
+    other = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.BatchNorm1d(1))
+    model(torch.randn(5, 3))  # which counts the batches, in an integer
+    kind(model).load_into(other)
+    tensors = other.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, tensors[name]), name
+
+
+def read_weights(weights, pipe):
+    """Load weights many times; report how often they were torn, and of how many versions."""
+    torch.set_num_threads(1)
+    model, versions, torn = create_model(), [], 0
+    for _ in range(400):
+        versions.append(weights.load_into(model))
+        torn += not all((p == versions[-1]).all() for p in model.parameters())
+    assert versions == sorted(versions)
+    pipe.send((torn, len(set(versions))))
+
+
+def test_weights_are_never_torn():
+    model = create_model()
+    weights = SharedWeights(model)
+    context = multiprocessing.get_context("forkserver")
+    pipes = [context.Pipe() for _ in range(2)]
+    readers = [
+        context.Process(target=read_weights, args=(weights, far_end), daemon=True)
+        for _, far_end in pipes
+    ]
+    for reader in readers:
+        reader.start()
+    while any(reader.is_alive() for reader in readers):
+        set_weights(model, weights.version + 1)
+        weights.publish(model)  # as fast as it goes
+    for pipe, _ in pipes:
+        assert pipe.poll()
+        torn, num_versions = pipe.recv()
+        assert torn == 0 and num_versions > 10
+
+
+class Interrupted:
+    """Slots of weights; while one is read for the first time, something else happens."""
+
+    def __init__(self, slots, interruption):
+        self.slots, self.interruption = slots, interruption
+
+    def __setitem__(self, key, value):
+        self.slots[key] = value
+
+    def __getitem__(self, key):
+        half = self.slots.shape[1] // 2
+        first = self.slots[key, :half].clone()
+        interruption, self.interruption = self.interruption, lambda: None
+        interruption()
+        return torch.cat([first, self.slots[key, half:]])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_weights_published_while_they_are_read_are_read_again(count):
+    model, reader = create_model(), create_model()
+    weights = SharedWeights(model)
+
+    def publish():
+        for version in range(1, count + 1):
+            set_weights(model, version)
+            weights.publish(model)
+
+    weights._slots = Interrupted(weights._slots, publish)
+    assert weights.load_into(reader) == count
+    assert all((p == count).all() for p in reader.parameters())
+
+
+def test_the_version_asked_for_is_loaded_though_a_newer_one_is_published():
+    model, reader = create_model(), create_model()
+    weights = SharedWeights(model)
+    for version in (1, 2):
+        set_weights(model, version)
+        weights.publish(model)
+    assert weights.load_into(reader, 1) == 1
+    assert all((p == 1).all() for p in reader.parameters())
+
+
+def test_weights_without_room_in_shared_memory_are_refused_before_any_is_used(monkeypatch):
+    model = create_model()  # of 2 MiB
+    usage = shutil.disk_usage("/dev/shm")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3 * 2**20))
+    monkeypatch.setattr(
+        torch.Tensor, "share_memory_", lambda _: pytest.fail("memory was taken all the same")
+    )
+    message = r"the weights of the net need 4 MiB of shared memory, but /dev/shm has 3 MiB .*docker"
+    with pytest.raises(FlagError, match=message):
+        SharedWeights(model)
