@@ -3,7 +3,7 @@
 # docker build -t torchbeast-env --target env .     environment servers alone: no torch
 # docker build -t torchbeast-cpu --build-arg PIP_EXTRA_INDEX_URL=INDEX .
 #                                                   for CPUs, gigabytes smaller; INDEX is that of the
-#                                                   CPU builds, which PyTorch's install page tells
+#                                                   CPU builds, which PyTorch's install page names
 
 ARG PYTHON=3.12
 

@@ -30,7 +30,6 @@ def add_flags(parser):
     group = parser.add_argument_group("atari", "how the games of ale-py are preprocessed")
 
     def number(name, default, text):
-        text += " (default: %(default)s)"
         group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
 
     def switch(name, dest, text):

@@ -37,19 +37,12 @@ from beast import diagnostics, evaluate
 from beast.actors import Actors
 from beast.ale_vector import AtariEnvironments
 from beast.environments import Environments, map_nest, try_out
-from beast.flags import (
-    Parser,
-    add_run_flags,
-    fraction,
-    non_negative,
-    parse_flags,
-    positive,
-    run_program,
-)
+from beast.flags import add_run_flags, parse_flags, run_program
 from beast.fork_server import start_fork_server
 from beast.learner import Learner, get_device
 from beast.metrics import is_finite, to_floats
 from beast.nets import create_net
+from beast.parser import Parser, fraction, non_negative, positive
 from beast.precision import autocast, choose_precision, to_float32
 from beast.randomness import make_deterministic, seed_generators
 from beast.rollout_buffers import (

@@ -36,19 +36,11 @@ import vtrace
 from beast import diagnostics, evaluate, servers
 from beast.environments import map_nest
 from beast.errors import FlagError
-from beast.flags import (
-    Parser,
-    add_run_flags,
-    add_server_flags,
-    fraction,
-    non_negative,
-    parse_flags,
-    positive,
-    run_program,
-)
+from beast.flags import add_run_flags, add_server_flags, parse_flags, run_program
 from beast.learner import Learner, get_device
 from beast.metrics import is_finite, to_floats
 from beast.nets import create_net
+from beast.parser import Parser, fraction, non_negative, positive
 from beast.precision import autocast, choose_precision, to_float32
 from beast.randomness import seed_generators
 from beast.run import Run

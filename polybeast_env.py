@@ -12,7 +12,6 @@ grpcio, protobuf and the environment's own packages: no torch, no compiler.
 To serve another environment, edit create_env.
 """
 
-import argparse
 import itertools
 import os
 import signal
@@ -23,36 +22,34 @@ from beast import credentials, server_processes
 from beast.addresses import consecutive_addresses
 from beast.ale_vector import AtariEnvironments
 from beast.environments import Environments, try_out
+from beast.parser import Parser, non_negative, positive
+from beast.processes import start_logging
 from beast.watchdog import print_stacks_on_signal
 from libtorchbeast.access import check_address
 
 # fmt: off
-parser = argparse.ArgumentParser(
-    description="Environment servers for PolyBeast.", allow_abbrev=False)
+parser = Parser("polybeast_env.py", "Environment servers for PolyBeast.")
 
 run = parser.add_argument_group("run")
 run.add_argument("--env", default="PongNoFrameskip-v4",
                  help="Atari game of ale-py; for any other environment, edit create_env. "
-                 "Learners compare this name. (default: %(default)s)")
+                 "Learners compare this name.")
 run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
                  help="What steps the games: one environment after the other, or ale-py's "
-                 "AtariVectorEnv, whose games differ a little (docs/ale_vector.md). "
-                 "(default: %(default)s)")
-run.add_argument("--seed", type=int, help="Seed of the environments, where the learner gives none. "
-                 "By default a random one.")
+                 "AtariVectorEnv, whose games differ a little (docs/ale_vector.md).")
+run.add_argument("--seed", type=non_negative(int),
+                 help="Seed of the environments, where the learner gives none. By default a "
+                 "random one.")
 run.add_argument("--server_address", default="127.0.0.1:50051",
                  help="host:port of the first server; 0.0.0.0:port for learners on other "
-                 "machines. Or unix:/path, with .0, .1, ... appended for several. "
-                 "(default: %(default)s)")
-run.add_argument("--num_servers", default=2, type=int,
-                 help="Server processes, on consecutive ports. (default: %(default)s)")
-run.add_argument("--envs_per_stream", default=8, type=int,
-                 help="Environments stepped as one batch, where the learner names no number. "
-                 "(default: %(default)s)")
-run.add_argument("--stall_timeout_s", default=60, type=float,
+                 "machines. Or unix:/path, with .0, .1, ... appended for several.")
+run.add_argument("--num_servers", default=2, type=positive(int),
+                 help="Server processes, on consecutive ports.")
+run.add_argument("--envs_per_stream", default=8, type=positive(int),
+                 help="Environments stepped as one batch, where the learner names no number.")
+run.add_argument("--stall_timeout_s", default=60, type=positive(float),
                  help="Seconds of silence after which the log names a server and prints its stack; "
-                 "it is killed and replaced after five times as long. "
-                 "(default: %(default)s)")
+                 "it is killed and replaced after five times as long.")
 server_processes.add_flags(parser)
 
 access = credentials.add_flags(parser)
@@ -119,7 +116,7 @@ def run_server(flags, address, seed=(), started=None, stop_signals=(), busy_sinc
 def main(argv=None):
     print_stacks_on_signal()
     flags = server_processes.parse_flags(parser, argv)
-    server_processes.start_logging()
+    start_logging()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # gRPC's older way to wait for sockets needs fewer threads: 150 us a message instead of 200.
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
@@ -130,14 +127,8 @@ def main(argv=None):
         is_safe = flags.insecure or any(credentials.load(flags).values())
         for address in addresses:
             check_address(address, is_safe)
-        if flags.envs_per_stream < 1:
-            raise ValueError(f"--envs_per_stream is {flags.envs_per_stream}; it must be positive")
-        if not flags.stall_timeout_s > 0:
-            raise ValueError(f"--stall_timeout_s is {flags.stall_timeout_s}; it must be positive")
         if flags.seed is None:
             flags.seed = int.from_bytes(os.urandom(4), "little")
-        if flags.seed < 0:
-            raise ValueError(f"--seed is {flags.seed}; it must not be negative")
         return server_processes.supervise(run_server, flags, addresses)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"polybeast_env.py: {error}")

@@ -10,8 +10,6 @@ FOLDER_PREFIX = "polybeast-"  # of the temporary folders that learners make for 
 
 def consecutive_addresses(address, num_servers):
     """Return the addresses of so many servers, of which the first is given."""
-    if num_servers < 1:
-        raise ValueError(f"--num_servers is {num_servers}; it must be positive")
     if re.fullmatch(r"unix:.+", address):
         if num_servers == 1:
             return [address]

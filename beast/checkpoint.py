@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from beast import metrics
+from beast import credentials, metrics
 from beast.atomic_files import replace_file
 from beast.errors import FlagError
 from beast.randomness import random_states, restore_random_states
@@ -24,7 +24,7 @@ NOT_RESUMED = (
     *("pipes_basename", "write_profiler_trace", "autotune", "best", "end_with_stdin"),
     *("record_video", "result_file", "render_mode", "wandb"),
     # Nor shall a checkpoint from elsewhere choose which secret is sent to its servers.
-    *("auth_token_file", "tls_cert", "tls_key", "tls_ca"),
+    *credentials.FLAGS,
 )
 NEWEST, BEST = "model.tar", "best.tar"
 
@@ -143,7 +143,7 @@ def resume(flags, learner):
     restore_weights(learner.model, checkpoint, flags)
     optimizer, scheduler = learner.optimizer, learner.scheduler
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
+    _restore_optimizer(optimizer, checkpoint["optimizer_state_dict"], flags)
     base_lrs = scheduler.base_lrs
     scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
     scheduler.base_lrs = base_lrs
@@ -154,6 +154,22 @@ def resume(flags, learner):
         group.update(new, lr=base_lr * schedule(scheduler.last_epoch))
     restore_random_states(checkpoint["random_states"])
     return True
+
+
+def _restore_optimizer(optimizer, saved, flags):
+    """Load an optimizer's state, or raise a FlagError where it is of another optimizer."""
+    own = optimizer.state_dict()["param_groups"]
+    # Settings that only this optimizer has may be those of a newer PyTorch.
+    unknown = {key for group in saved["param_groups"] for key in group} - own[0].keys()
+    sizes, saved_sizes = ([len(g["params"]) for g in x] for x in (own, saved["param_groups"]))
+    if unknown or sizes != saved_sizes:
+        raise FlagError(
+            f"the checkpoint in {run_path(flags)} is of another optimizer than this "
+            f"{type(optimizer).__name__} (groups of {saved_sizes} parameters, here {sizes}; "
+            f"settings that are unknown here: {sorted(unknown) or 'none'}); undo the change of "
+            "create_optimizer, or choose another --xpid"
+        )
+    optimizer.load_state_dict(saved)
 
 
 class Writer:

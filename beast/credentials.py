@@ -11,6 +11,8 @@ import os
 import re
 import ssl
 
+FLAGS = ("tls_cert", "tls_key", "tls_ca", "auth_token_file")  # paths of what others must not get
+
 
 def add_flags(parser):
     """Add the flags that both ends have."""

@@ -26,6 +26,7 @@ from beast.atomic_files import replace_file
 from beast.checkpoint import BEST, NEWEST, run_path
 from beast.environments import Environments, map_nest
 from beast.errors import FlagError
+from beast.parser import non_negative, positive
 from beast.processes import exit_with_parent
 
 # By degrees of freedom, from 1: t for which -t < T < t with a probability of 95 %, where T is
@@ -40,10 +41,11 @@ T_95 = (
 def add_flags(parser):
     # fmt: off
     group = parser.add_argument_group("evaluation")
-    group.add_argument("--num_episodes", default=10, type=int, help="Whole games that a test "
-                       "plays, and each evaluation of --eval_interval.")
-    group.add_argument("--num_test_envs", default=8, type=int, help="Games played at once, "
-                       "with one batched forward pass a step.")
+    group.add_argument("--num_episodes", default=10, type=positive(int),
+                       help="Whole games that a test plays, and each evaluation of "
+                       "--eval_interval.")
+    group.add_argument("--num_test_envs", default=8, type=positive(int),
+                       help="Games played at once, with one batched forward pass a step.")
     group.add_argument("--greedy", action="store_true", help="In tests and evaluations, take the "
                        "most probable action instead of sampling.")
     group.add_argument("--best", action="store_true", help="Test the checkpoint with the highest "
@@ -52,20 +54,16 @@ def add_flags(parser):
                        "this folder as an mp4 (pip install moviepy); one game at a time.")
     group.add_argument("--result_file", metavar="FILE", help="Write the result of a test into this "
                        "file as JSON.")
-    group.add_argument("--eval_interval", default=0, type=int, help="While training, evaluate the "
-                       "newest weights each time that so many agent steps have been learned from, "
-                       "in a process of its own. An evaluation that is due while the one before "
-                       "is still playing is left out. 0: never.")
+    group.add_argument("--eval_interval", default=0, type=non_negative(int),
+                       help="While training, evaluate the newest weights each time that so many "
+                       "agent steps have been learned from, in a process of its own. An "
+                       "evaluation that is due while the one before is still playing is left out. "
+                       "0: never.")
     # fmt: on
     parser.set_defaults(render_mode=None)  # with which create_env makes its environment
 
 
 def check_flags(flags):
-    for name in ("num_episodes", "num_test_envs"):
-        if getattr(flags, name) < 1:
-            raise FlagError(f"--{name} is {getattr(flags, name)}; it must be positive")
-    if flags.eval_interval < 0:
-        raise FlagError(f"--eval_interval is {flags.eval_interval}; it must not be negative")
     for name in ("record_video", "result_file"):
         if getattr(flags, name) is not None and flags.mode != "test":
             raise FlagError(f"--{name} is for --mode test, not for --mode {flags.mode}")
@@ -84,16 +82,13 @@ def test(flags, create_env, net_class):
       What `summarize` returns, with the checkpoint's step and a description of the protocol.
 
     Raises:
-      FlagError: there is no such checkpoint, it does not fit, or the flags do not.
+      FlagError: the checkpoint does not fit, or the flags do not.
       EnvError: an environment failed.
     """
     if flags.end_with_stdin:
         exit_with_parent(sys.stdin.fileno())
     check_flags(flags)
     saved = checkpoint.load(flags, BEST if flags.best else NEWEST)
-    if saved is None:
-        hint = "; a best one comes after the first game" if flags.best else ""
-        raise FlagError(f"there is no checkpoint in {run_path(flags)}; name a run by --xpid{hint}")
     torch.set_num_threads(1)  # more do not help batches as small as these
     num_envs = min(flags.num_test_envs, flags.num_episodes)
     if flags.mode == "test_render" or flags.record_video is not None:

@@ -2,6 +2,7 @@
 """How processes start, and what ends them with their parent. No torch here."""
 
 import contextlib
+import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.resource_tracker
@@ -10,7 +11,12 @@ import signal
 import threading
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LOG_FORMAT = "[%(levelname)s %(asctime)s %(process)d] %(message)s"
 HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)  # which a new process is not ready for at once
+
+
+def start_logging():
+    logging.basicConfig(format=LOG_FORMAT, level=logging.INFO)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from beast.atomic_files import CSVFile, EventFile, LogHandler, replace_file
 from beast.checkpoint import BEST, NEWEST, run_path
 from beast.errors import FlagError
-from beast.flags import LOG_FORMAT
+from beast.processes import LOG_FORMAT
 
 
 class RunFolder:

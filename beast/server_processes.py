@@ -24,6 +24,7 @@ from beast.processes import (
     exit_now,
     exit_with_parent,
     signals_blocked,
+    start_logging,
 )
 from beast.watchdog import PATIENCE, Watchdog, print_stacks_on_signal
 
@@ -40,7 +41,7 @@ def add_flags(parser):
                        "leave servers behind.")  # fmt: skip
     group.add_argument("--learner_flags", default="{}", metavar="JSON",
                        help="Flags of the learner that starts these servers: used where a flag "
-                       "of the same name is not given here. (default: %(default)s)")  # fmt: skip
+                       "of the same name is not given here.")  # fmt: skip
 
 
 def parse_flags(parser, argv=None):
@@ -49,11 +50,6 @@ def parse_flags(parser, argv=None):
     known = {action.dest for action in parser._actions} & learner_flags.keys()
     namespace = argparse.Namespace(**{name: learner_flags[name] for name in known})
     return parser.parse_args(argv, namespace)
-
-
-def start_logging():
-    log_format = "[%(levelname)s %(asctime)s %(process)d] %(message)s"
-    logging.basicConfig(format=log_format, level=logging.INFO)
 
 
 def server_main(run_server, flags, address, seed, pipe, busy_since):

@@ -160,11 +160,10 @@ class LocalServers:
         self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
         self.addresses = local_addresses(flags, self._folder.name)
         address = flags.pipes_basename or f"unix:{self._folder.name}/server"
-        not_for_them = ("tls_cert", "tls_key", "tls_ca", "auth_token_file")
         learner_flags = {
             name: value
             for name, value in vars(flags).items()
-            if isinstance(value, (bool, int, float, str)) and name not in not_for_them
+            if isinstance(value, (bool, int, float, str)) and name not in credentials.FLAGS
         }
         self._command = [sys.executable, script, "--server_address", address, "--end_with_stdin"]
         self._command += ["--learner_flags", json.dumps(learner_flags)]

@@ -36,6 +36,10 @@ const Nest<Array>& action_of(const Nest<Array>& agent_outputs) {
   throw std::invalid_argument("the agent's outputs have no action");
 }
 
+void require(bool holds, const std::string& message) {
+  if (!holds) throw std::invalid_argument(message);
+}
+
 std::string seconds_text(Seconds duration) {
   const std::string text = std::to_string(duration.count());
   return text.substr(0, text.find('.') + 2) + " s";
@@ -77,24 +81,16 @@ ActorPool::ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learn
                   options_.expected_num_envs ? options_.expected_num_envs : options_.num_envs,
                   options_.env}),
       actors_(addresses_.size()) {
-  if (unroll_length_ < 1) {
-    throw std::invalid_argument("unroll_length is " + std::to_string(unroll_length_) +
-                                "; it must be at least 1");
-  }
-  if (addresses_.empty()) {
-    throw std::invalid_argument("env_server_addresses is empty; name one for each stream");
-  }
-  if (!options_.seeds.empty() && options_.seeds.size() != addresses_.size()) {
-    throw std::invalid_argument("there are " + std::to_string(options_.seeds.size()) +
-                                " seeds for " + std::to_string(addresses_.size()) + " streams");
-  }
-  if (options_.num_envs && *options_.num_envs < 1) {
-    throw std::invalid_argument("num_envs is " + std::to_string(*options_.num_envs) +
-                                "; it must be at least 1");
-  }
-  if (!(options_.connect_timeout_s > 0 && options_.step_timeout_s > 0)) {
-    throw std::invalid_argument("connect_timeout_s and step_timeout_s must be positive");
-  }
+  const int64_t num_envs = options_.num_envs.value_or(1);
+  require(unroll_length_ >= 1,
+          "unroll_length is " + std::to_string(unroll_length_) + "; it must be at least 1");
+  require(!addresses_.empty(), "env_server_addresses is empty; name one for each stream");
+  require(options_.seeds.empty() || options_.seeds.size() == addresses_.size(),
+          "there are " + std::to_string(options_.seeds.size()) + " seeds for " +
+              std::to_string(addresses_.size()) + " streams");
+  require(num_envs >= 1, "num_envs is " + std::to_string(num_envs) + "; it must be at least 1");
+  require(options_.connect_timeout_s > 0 && options_.step_timeout_s > 0,
+          "connect_timeout_s and step_timeout_s must be positive");
   options_.credentials.check();
 }
 

@@ -20,7 +20,7 @@ class Rollout {
   // (frame, reward, done, episode_step, episode_return).
   //
   // `first` is the first message of the stream and makes row 0; its shapes hold from here on. With
-  // an `actor`, rows tell it under that key. Throws WireError, as set_env_outputs does.
+  // an `actor`, rows hold it under that key. Throws WireError, as set_env_outputs does.
   Rollout(int64_t unroll_length, bool dict_outputs, const rpcenv::Step& first,
           std::shared_ptr<MemoryPool> pool, std::optional<int32_t> actor = std::nullopt);
 

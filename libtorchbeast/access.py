@@ -65,7 +65,7 @@ class TokenCheck:
         """Return why a client is refused; None where it is not."""
         token = metadata.get("auth-token")
         if self._auth_token is None or (
-            # In constant time, since time tells how much of a guess was right.
+            # In constant time, since time would show how much of a guess was right.
             token is not None and hmac.compare_digest(token.encode(), self._auth_token.encode())
         ):
             return None

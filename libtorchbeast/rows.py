@@ -166,7 +166,8 @@ def write_observation(target, i, observation, source, path="observation"):
         array = np.asarray(observation)
         # A Python number has no dtype of its own.
         if array.shape != target.shape[1:] or not (
-            array.dtype.newbyteorder("=") == target.dtype
+            array.dtype == target.dtype
+            or array.dtype.newbyteorder("=") == target.dtype
             or isinstance(observation, int)
             or (isinstance(observation, float) and target.dtype.kind == "f")
         ):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ActorPool: rollouts from real servers, lost servers, and servers that send rubbish."""
 
-import itertools
-import json
+import contextlib
 import re
 import signal
 import threading
@@ -18,10 +17,8 @@ from counting import (
     LENGTH,
     FakeServer,
     ServerProcess,
-    ServerThread,
     free_address,
     hang_after_the_first_row,
-    leaf,
     make_first,
     make_step,
     obey,
@@ -29,6 +26,7 @@ from counting import (
     wait_for_end,
 )
 from deadline import DEADLINE, Thread, run_with_deadline, wait_until
+from stream import FIELDS, ServerThread, from_nest
 
 from beast.environments import Environments
 from libtorchbeast import (
@@ -43,14 +41,9 @@ from libtorchbeast import (
 # The main thread may wait where no signal reaches it.
 pytestmark = pytest.mark.timeout(120, method="thread")
 T = 4
-KEYS = ["frame", "reward", "done", "truncated", "terminated", "episode_return", "episode_step",
-        "game_done", "game_return", "game_step", "last_action"]  # fmt: skip
 FORK_KEYS = ["frame", "reward", "done", "episode_step", "episode_return"]
-DTYPES = {
-    "reward": torch.float32, "done": torch.bool, "truncated": torch.bool, "terminated": torch.bool,
-    "episode_return": torch.float32, "episode_step": torch.int32, "game_done": torch.bool,
-    "game_return": torch.float32, "game_step": torch.int32, "last_action": torch.int64,
-}  # fmt: skip
+DTYPES = {key: torch.from_numpy(np.zeros(0, dtype)).dtype for key, dtype in FIELDS.items()}
+OPTIONS = {"num-envs", "seed", "newest-frame-only", "truncated-rows"}
 STATE = (torch.full((1, 1), 5.0), {"h": torch.full((2, 1, 3), 7, dtype=torch.int64)})
 
 
@@ -76,21 +69,13 @@ def act_zero(env_outputs, state):
 class Rig:
     """A pool with all that a learner program builds around it, except for the learner."""
 
-    def __init__(
-        self,
-        addresses,
-        agent=answer,
-        state=STATE,
-        columns=1,
-        limit=None,
-        unroll_length=T,
-        **options,
-    ):
+    def __init__(self, addresses, agent=answer, state=STATE, columns=1, limit=None, **options):
         self.queue = BatchingQueue(
             minimum_batch_size=columns, maximum_batch_size=columns, maximum_queue_size=limit
         )
         self.batcher = DynamicBatcher()
-        self.pool = ActorPool(unroll_length, self.queue, self.batcher, addresses, state, **options)
+        length = options.pop("unroll_length", T)
+        self.pool = ActorPool(length, self.queue, self.batcher, addresses, state, **options)
         self.agent = agent
         self.events = []
         self.threads = [Thread(self.watch), Thread(self.infer)]
@@ -106,11 +91,8 @@ class Rig:
             del batch
 
     def watch(self):
-        while True:
-            try:
-                self.events.append(self.pool.next_event())
-            except StopIteration:
-                return
+        for event in iter(self.pool.next_event, None):
+            self.events.append(event)
 
     def take(self):
         """Return a copy of the next batch, after which the batch itself is ruined."""
@@ -151,23 +133,15 @@ class Rig:
 @pytest.fixture
 def start():
     """Return a function that keeps what it is given, and stops or closes it in the end."""
-    things = []
+    with contextlib.ExitStack() as stack:
 
-    def keep(thing):
-        things.append(thing)
-        return thing
+        def keep(thing):
+            # If it fails for one of these, run() has told the test already.
+            stack.enter_context(contextlib.suppress(ConnectionError, TimeoutError))
+            stack.callback(thing.close if isinstance(thing, Rig) else thing.stop)
+            return thing
 
-    yield keep
-    errors = []
-    for thing in reversed(things):
-        try:
-            thing.close() if isinstance(thing, Rig) else thing.stop()
-        except (ConnectionError, TimeoutError):
-            pass  # run() has told the test already
-        except BaseException as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+        yield keep
 
 
 def split(batch):
@@ -258,9 +232,6 @@ def check_rows(env_outputs, agent_outputs, initial_agent_state, truncates):
             assert row["last_action"] == wanted[3]
 
 
-# ----------------------------------------------------------------------------------- rollouts
-
-
 @pytest.mark.parametrize("env_class", [counting.OldCounting, counting.Counting])
 def test_a_forks_call_gives_tuples_of_one_environment_a_stream(start, env_class):
     server = start(ServerThread(env_class))
@@ -316,8 +287,7 @@ def test_the_batcher_is_given_one_row_of_each_environment(start):
 @pytest.mark.parametrize(
     "state", [(), torch.full((1, 1), 3.0), {"a": (torch.ones(1, 1, 2), ())}, (torch.zeros(3, 1),)]
 )
-@pytest.mark.parametrize("num_envs", [1, 3])
-def test_agent_states_may_be_any_nest_a_bare_tensor_or_nothing(start, state, num_envs):
+def test_agent_states_may_be_any_nest_a_bare_tensor_or_nothing_and_are_copied(start, state):
     server = start(ServerThread(counting.Counting))
     given = nest.map(torch.clone, state)
 
@@ -325,22 +295,19 @@ def test_agent_states_may_be_any_nest_a_bare_tensor_or_nothing(start, state, num
         outputs, new_state = answer(env_outputs, state)
         return (outputs[0], outputs[1], torch.zeros_like(outputs[0])), new_state
 
-    rig = start(Rig([server.address], agent, state, columns=num_envs, num_envs=num_envs))
-    nest.map(torch.zero_, given) if given is not state else None
+    rig = start(Rig([server.address], agent, given, columns=3, num_envs=3))
+    nest.map(torch.zero_, given)
     for i in range(3):
         _, initial_agent_state = rig.take()
-        wanted = nest.map(lambda s, i=i: (s + T * i).repeat_interleave(num_envs, 1), state)
+        wanted = nest.map(lambda s, i=i: (s + T * i).repeat_interleave(3, 1), state)
         assert_equal(initial_agent_state, wanted)
 
 
-def test_a_bare_tensor_as_agent_outputs_is_no_tuple_with_an_action(start):
+def test_a_bare_tensor_as_agent_outputs_is_the_action(start):
     server = start(ServerThread(counting.OldCounting))
     rig = start(Rig([server.address], lambda env_outputs, state: (env_outputs[1].long(), state)))
-    try:
-        (_, outputs), _ = rig.take()
-    except ValueError:
-        return
-    assert outputs.shape == (T + 1, 1)  # or it is the action
+    (_, outputs), _ = rig.take()
+    assert outputs.shape == (T + 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -372,41 +339,13 @@ def test_actions_of_several_parts_come_back_as_last_action(start, space):
         assert (last_action[0] == 0).all() == first and (last_action[1:] != 0).any()
 
 
-@pytest.mark.parametrize("dict_outputs", [False, True])
-def test_observations_may_be_any_nest(start, dict_outputs):
-    server = start(ServerThread(counting.Nested))
-    rig = start(
-        Rig([server.address], act_zero, (), columns=2, dict_outputs=dict_outputs, num_envs=2)
-    )
-    rig.take()
-    (env_outputs, _), _ = rig.take()
-    frame = env_outputs["frame"] if dict_outputs else env_outputs[0]
-    n = torch.arange(T, 2 * T + 1)[:, None].expand(T + 1, 2)
-    wanted = {
-        "board": n[..., None, None].expand(T + 1, 2, 2, 3).to(torch.uint8),
-        "more": (n.float(), (-n[..., None].to(torch.int16), ())),
-        "flags": {"even": n % 2 == 0, "none": torch.zeros(T + 1, 2, 0, 2, dtype=torch.float64)},
-    }
-    assert_equal(frame, wanted)
-    assert [t.dtype for t in nest.flatten(frame)] == [t.dtype for t in nest.flatten(wanted)]
-
-
-@pytest.mark.parametrize("num_envs", [1, 3])
-def test_time_limits_arrive_with_the_true_last_observation(start, num_envs):
+@pytest.mark.parametrize("is_fork", [False, True])  # it would take the extra row for a step
+def test_time_limits_arrive_with_the_true_last_observation_but_not_at_forks(start, is_fork):
     server = start(ServerThread(counting.Truncated))
-    rig = start(Rig([server.address], columns=num_envs, dict_outputs=True, num_envs=num_envs))
-    taken = rig.columns(12 * num_envs)
-    truncated = torch.cat([env_outputs["truncated"][1:] for env_outputs, _, _ in taken])
-    assert truncated.sum() > num_envs
+    options = {} if is_fork else {"columns": 3, "dict_outputs": True, "num_envs": 3}
+    taken = start(Rig([server.address], **options)).columns(36)
     for chain in by_environment(taken).values():
-        check_chain(chain, STATE, truncates=True)
-
-
-def test_to_a_forks_learner_a_time_limit_is_an_end_like_any_other(start):
-    """It would learn from the extra row as if it were a step."""
-    server = start(ServerThread(counting.Truncated))
-    for chain in by_environment(start(Rig([server.address])).columns(12)).values():
-        check_chain(chain, STATE, truncates=False)
+        check_chain(chain, STATE, truncates=not is_fork)
 
 
 def test_messages_may_be_larger_than_grpc_takes_by_default(start):
@@ -426,33 +365,22 @@ def test_count_counts_steps_of_environments(start):
     # One rollout may wait, one be kept waiting, one be under way.
     assert 5 * 3 * T <= rig.pool.count() <= 8 * 3 * T
     assert rig.pool.count() % 3 == 0
-    rig.close()
-    count = rig.pool.count()
-    assert count >= 5 * 3 * T
 
 
-# ------------------------------------------------------------------------ wishes, query_server
-
-
-def test_a_forks_call_wishes_nothing(start):
-    server = start(FakeServer(obey(1)))
-    start(Rig([server.address], act_zero, ())).take()
-    wishes = {"num-envs", "seed", "newest-frame-only", "truncated-rows"}
-    assert not wishes & server.metadata[0].keys()
-
-
-def test_wishes_travel_as_metadata(start):
+def test_options_of_a_stream_travel_as_metadata_and_a_forks_call_has_none(start):
+    fork = start(FakeServer(obey(1)))
+    start(Rig([fork.address], act_zero, ())).take()
+    assert not OPTIONS & fork.metadata[0].keys()
     server = start(FakeServer(obey(2)))
-    rig = start(
+    start(
         Rig([server.address] * 2, act_zero, (), dict_outputs=True, num_envs=2,
             seeds=["1,2,3", "4"], newest_frame_only=True)
-    )  # fmt: skip
-    rig.take()
+    ).take()  # fmt: skip
     wait_until(lambda: len(server.metadata) == 2)
-    for wishes in server.metadata:
-        assert wishes["num-envs"] == "2"
-        assert wishes["newest-frame-only"] == wishes["truncated-rows"] == "1"
-    first, second = sorted(m["seed"] for m in server.metadata)
+    for metadata in server.metadata:
+        assert metadata.keys() >= OPTIONS and metadata["num-envs"] == "2"
+        assert metadata["newest-frame-only"] == metadata["truncated-rows"] == "1"
+    first, second = sorted(metadata["seed"] for metadata in server.metadata)
     # More numbers may follow.
     assert first.startswith("1,2,3") and second.startswith("4")
 
@@ -461,11 +389,11 @@ def test_a_stream_that_is_connected_anew_gets_another_seed(start):
     server = start(FakeServer(say(make_first(1), make_step(1))))  # and the stream is over
     start(Rig([server.address], act_zero, (), reconnect=True, seeds=["7"]))
     wait_until(lambda: len(server.metadata) >= 3)
-    seeds = [m["seed"] for m in server.metadata]
+    seeds = [metadata["seed"] for metadata in server.metadata]
     assert all(seed.startswith("7") for seed in seeds) and len(set(seeds)) == len(seeds)
 
 
-def test_query_server_tells_what_a_server_says(start):
+def test_query_server_returns_what_a_server_says(start):
     server = start(FakeServer(obey(3, spaces='{"a": 1}', stack_size=0, env="Pong")))
     assert query_server(server.address) == {
         "protocol_version": 1, "num_envs": 3, "spaces": '{"a": 1}', "stack_size": 0,
@@ -487,47 +415,40 @@ def test_query_server_raises_where_there_is_none_or_it_fails(start):
         query_server(failing.address)
 
 
-# ------------------------------------------------------------------------------ arguments
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"unroll_length": 0},
-        {"unroll_length": -1},
-        {"env_server_addresses": []},
-        {"num_envs": 0},
-        {"num_envs": -2},
-        {"seeds": ["1"]},
-        {"seeds": ["1", "2", "3"]},
-        {"connect_timeout_s": 0},
-        {"step_timeout_s": -1},
-        {"initial_agent_state": torch.zeros(3)},  # without a dimension for N
-    ],
-    ids=repr,
-)
-def test_invalid_arguments_raise_value_error(arguments):
-    good = {
+def make_arguments():
+    return {
         "unroll_length": T,
         "learner_queue": BatchingQueue(),
         "inference_batcher": DynamicBatcher(),
         "env_server_addresses": ["127.0.0.1:1", "127.0.0.1:2"],
         "initial_agent_state": (),
     }
-    ActorPool(**good)
-    ActorPool(*good.values())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"unroll_length": 0}, {"env_server_addresses": []}, {"num_envs": 0}, {"seeds": ["1"]},
+     {"seeds": ["1", "2", "3"]}, {"connect_timeout_s": 0}, {"step_timeout_s": -1},
+     {"initial_agent_state": torch.zeros(3)}],  # without a dimension for N
+    ids=repr,
+)  # fmt: skip
+def test_invalid_arguments_raise_value_error(wrong):
     with pytest.raises(ValueError):
-        ActorPool(**(good | arguments))
+        ActorPool(**(make_arguments() | wrong))
 
 
-def test_what_is_new_is_asked_for_by_keywords():
-    arguments = T, BatchingQueue(), DynamicBatcher(), ["127.0.0.1:1"], ()
+def test_arguments_of_torchbeast_may_be_given_by_position_and_new_ones_by_name_only():
+    arguments = make_arguments()
+    pool = ActorPool(**arguments)
+    assert pool.count() == pool.num_connected() == pool.num_reconnects() == 0
+    del pool  # which never ran
+    arguments = list(arguments.values())
+    ActorPool(*arguments, num_envs=None, seeds=None, reconnect=True, env="Pong")
     with pytest.raises(TypeError):
         ActorPool(*arguments, True)
     for wrong, message in (({"num_evs": 2}, "num_evs"), ({"num_envs": "two"}, "cannot be 'two'")):
         with pytest.raises(TypeError, match=message):
             ActorPool(*arguments, **wrong)
-    ActorPool(*arguments, num_envs=None, seeds=None, reconnect=True, env="Pong")
 
 
 @pytest.mark.parametrize("reconnect", [False, True])
@@ -547,13 +468,12 @@ def test_wrong_outputs_of_the_agent_end_the_run(start, agent, reconnect):
     rig.running.error = None
 
 
-@pytest.mark.parametrize("reconnect", [False, True])
-def test_an_error_in_the_inference_thread_ends_the_run(start, reconnect):
+def test_an_error_in_the_inference_thread_ends_the_run_though_servers_are_reconnected_to(start):
     def agent(env_outputs, state):
         raise KeyError("out of memory, say")
 
     server = start(FakeServer(obey(2)))
-    rig = start(Rig([server.address], agent, (), reconnect=reconnect))
+    rig = start(Rig([server.address], agent, (), reconnect=True))
     with pytest.raises(KeyError):
         rig.threads[1].result()
     rig.threads[1].error = None  # whose traceback holds the batch
@@ -567,7 +487,7 @@ def test_the_first_error_ends_the_run_though_other_streams_wait(start):
     fail, unanswered = threading.Event(), []
 
     def wait_for_the_agent(requests, context):
-        yield make_first(1, leaf(np.full((1, 3), 7, np.uint8)))
+        yield make_first(1, from_nest(np.full((1, 3), 7, np.uint8)))
         yield from wait_for_end(context)
 
     def fail_when_told(requests, context):
@@ -594,12 +514,9 @@ def test_the_first_error_ends_the_run_though_other_streams_wait(start):
     running.assert_blocked()
     fail.set()
     with pytest.raises(ConnectionError, match="the game is broken"):
-        running.result(10)
+        running.result()
     batcher.close()
     inference.result()
-
-
-# --------------------------------------------------------------------------- servers that are lost
 
 
 def test_nobody_there_raises_timeout_error(start, tmp_path):
@@ -608,7 +525,7 @@ def test_nobody_there_raises_timeout_error(start, tmp_path):
         begin = time.monotonic()
         with pytest.raises(TimeoutError, match=re.escape(address)):
             rig.running.result()
-        assert 0.2 < time.monotonic() - begin < 10
+        assert time.monotonic() - begin > 0.2
 
 
 def test_a_server_that_does_not_answer_in_time_is_lost(start):
@@ -620,24 +537,25 @@ def test_a_server_that_does_not_answer_in_time_is_lost(start):
 
 
 def test_a_slow_agent_or_learner_is_not_held_against_the_server(start):
-    server = start(ServerThread(counting.Counting))
-    calls = itertools.count()
+    may_answer = threading.Event()
 
     def agent(env_outputs, state):
-        if next(calls) == 0:
-            time.sleep(1.5)
+        may_answer.wait()
         return answer(env_outputs, state)
 
-    rig = start(Rig([server.address], agent, limit=1, step_timeout_s=1))
-    columns = rig.columns(1)
-    time.sleep(1.5)  # the actor waits for the queue meanwhile
-    check_chain(columns + rig.columns(3), STATE)
+    server = start(ServerThread(counting.Counting))
+    waits_for_agent, waits_for_learner = (
+        start(Rig([server.address], agent, limit=1, step_timeout_s=1)) for agent in (agent, answer)
+    )
+    wait_until(lambda: waits_for_learner.pool.count() == 2 * T)
+    time.sleep(1.5)  # longer than a server may take
+    may_answer.set()
+    for rig in (waits_for_agent, waits_for_learner):
+        check_chain(rig.columns(4), STATE)
 
 
-@pytest.mark.parametrize("where", ["tcp", "unix"])
-def test_a_server_that_is_killed_raises_connection_error(start, where, tmp_path):
-    address = "127.0.0.1:0" if where == "tcp" else f"unix:{tmp_path}/socket"
-    server = start(ServerProcess("Counting", address))
+def test_a_server_that_is_killed_raises_connection_error(start):
+    server = start(ServerProcess("Counting"))
     rig = start(Rig([server.address]))
     rig.take()
     server.kill()
@@ -646,22 +564,18 @@ def test_a_server_that_is_killed_raises_connection_error(start, where, tmp_path)
             rig.take()
 
 
-def test_the_traceback_of_an_environment_that_raises_is_told(start):
+def test_an_environment_that_raises_ends_the_run_or_is_made_anew_and_its_traceback_is_shown(start):
     server = start(ServerThread(counting.Raising))
     rig = start(Rig([server.address]))
     with pytest.raises(ConnectionError, match="the ball is lost") as caught:
         while True:
             rig.take()
-    assert "Traceback" in str(caught.value) and server.address in str(caught.value)
-
-
-def test_with_reconnect_an_environment_that_raises_is_made_anew(start):
-    server = start(ServerThread(counting.Raising))
     rig = start(Rig([server.address], reconnect=True))
     chains = {}
     wait_until(lambda: chains.update(by_environment(rig.columns(2))) or len(chains) >= 3)
     (event, *_) = rig.wait_for_event("the ball is lost")
-    assert "Traceback" in event and server.address in event
+    for text in (str(caught.value), event):
+        assert "Traceback" in text and server.address in text
     assert rig.pool.num_reconnects() >= 2
 
 
@@ -672,7 +586,7 @@ class Fleet:
         self.start = start
         self.servers = [start(ServerProcess("Counting", address)) for address in addresses]
         self.addresses = [server.address for server in self.servers]
-        self.rig = start(Rig(self.addresses, reconnect=True, **options))
+        self.rig = start(Rig(self.addresses, limit=4, reconnect=True, **options))
         self.chains = {}
 
     def collect(self, condition):
@@ -697,46 +611,47 @@ class Fleet:
             lambda: all(self.length(s) > b + 2 for s, b in zip(servers, before, strict=True))
         )
 
+    def wait_for_loss(self, number):
+        """Take rollouts of the other server until this one is lost, and then some more."""
+        other, pool = self.servers[1 - number], self.rig.pool
+        wait_until(lambda: self.collect_from(other) or pool.num_connected() == 1)
+        self.rig.wait_for_event(re.escape(self.addresses[number]))
+        self.collect_from(other)
 
-@pytest.mark.parametrize("where", ["tcp", "unix"])
-def test_a_server_that_is_killed_and_restarted_costs_only_its_rollout(start, where, tmp_path):
-    addresses = ["127.0.0.1:0", "127.0.0.2:0"]
-    if where == "unix":
-        addresses = [f"unix:{tmp_path}/{i}" for i in range(2)]
-    fleet = Fleet(start, addresses)
-    rig, (first, second) = fleet.rig, fleet.servers
-    fleet.collect_from(first, second)
+
+@pytest.mark.whole
+def test_a_server_that_is_killed_and_restarted_costs_only_its_rollout(start, tmp_path):
+    fleet = Fleet(start, ["127.0.0.1:0", f"unix:{tmp_path}/socket"])
+    rig, servers = fleet.rig, fleet.servers
+    fleet.collect_from(*servers)
     assert rig.pool.num_connected() == 2 and rig.pool.num_reconnects() == 0
-    first.kill()
-    rig.wait_for_event(re.escape(fleet.addresses[0]))
-    assert rig.pool.num_connected() == 1
-    fleet.collect_from(second)
-    again = start(ServerProcess("Counting", fleet.addresses[0]))
-    fleet.collect_from(second, again)
-    assert rig.pool.num_connected() == 2 and rig.pool.num_reconnects() == 1
-    assert len(rig.wait_for_event(re.escape(fleet.addresses[0]))) == 2  # lost, and back
-    assert not any(fleet.addresses[1] in event for event in rig.events)
-    assert len(fleet.chains) == 3
+    for i, address in enumerate(fleet.addresses):
+        servers[i].kill()
+        fleet.wait_for_loss(i)
+        servers[i] = start(ServerProcess("Counting", address))
+        fleet.collect_from(*servers)
+        assert rig.pool.num_connected() == 2 and rig.pool.num_reconnects() == i + 1
+    for address in fleet.addresses:
+        assert len(rig.wait_for_event(re.escape(address))) == 2  # lost, and back
+    assert len(fleet.chains) == 4
     for chain in fleet.chains.values():  # each from its very first row on, with the first state
         check_chain(chain, STATE)
 
 
+@pytest.mark.whole
 def test_a_server_that_hangs_is_lost_while_the_others_go_on_and_may_come_back(start):
     fleet = Fleet(start, ["127.0.0.1:0", "127.0.0.1:0"], step_timeout_s=0.5, connect_timeout_s=0.5)
-    first, second = fleet.servers
-    fleet.collect_from(first, second)
-    first.signal(signal.SIGSTOP)
-    wait_until(lambda: fleet.collect_from(second) or fleet.rig.pool.num_connected() == 1)
-    fleet.rig.wait_for_event(re.escape(fleet.addresses[0]))
-    fleet.collect_from(second)
-    first.signal(signal.SIGCONT)
-    fleet.collect_from(first, second)
+    fleet.collect_from(*fleet.servers)
+    fleet.servers[0].signal(signal.SIGSTOP)
+    fleet.wait_for_loss(0)
+    fleet.servers[0].signal(signal.SIGCONT)
+    fleet.collect_from(*fleet.servers)
     assert fleet.rig.pool.num_reconnects() >= 1
     for chain in fleet.chains.values():
         check_chain(chain, STATE)
 
 
-IN_A_TUPLE = rpcenv_pb2.Nest(items=[leaf(np.zeros((2, 3), np.uint8))])
+IN_A_TUPLE = rpcenv_pb2.Nest(items=[from_nest(np.zeros((2, 3), np.uint8))])
 
 
 @pytest.mark.parametrize(
@@ -779,20 +694,6 @@ def test_a_server_that_disagrees_is_refused_by_name(start, odd, options, message
         assert refused.address in str(caught.value)
 
 
-def test_events_end_with_the_run(start):
-    server = start(FakeServer(obey(1)))
-    rig = start(Rig([server.address], act_zero, ()))
-    rig.take()
-    rig.threads[0].assert_blocked(0.05)
-    rig.close()
-    for _ in range(2):
-        with pytest.raises(StopIteration):
-            rig.pool.next_event()
-
-
-# ---------------------------------------------------------------- messages that should not be
-
-
 def wrong_step():
     step = make_step()
     step.observation.array.data = b"short"
@@ -800,14 +701,14 @@ def wrong_step():
 
 
 def stacks_that_are_not_whole():
-    return make_first(2, leaf(np.zeros((2, 1, 4), np.uint8)), is_full=b"\1\0", stack_size=3)
+    return make_first(2, from_nest(np.zeros((2, 1, 4), np.uint8)), is_full=b"\1\0", stack_size=3)
 
 
 # csrc/tests/wire_test.cc and rollout_test.cc have all that can be wrong with a row.
 CONVERSATIONS = {
     "a wrong row": (make_first(), make_step(), wrong_step()),
     "a wrong first row": (make_first(observation=wrong_step().observation),),
-    "another shape": (make_first(), make_step(observation=leaf(np.zeros((2, 4), np.uint8)))),
+    "another shape": (make_first(), make_step(observation=from_nest(np.zeros((2, 4), np.uint8)))),
     "stacks that are not whole": (stacks_that_are_not_whole(),),
     "no protobuf": (make_first(), b"\xff" * 20),
     "no handshake": (make_step(),),
@@ -821,15 +722,11 @@ def test_a_message_that_should_not_be_is_a_clear_connection_error(start, name):
     server = start(FakeServer(say(*CONVERSATIONS[name])))
     rig = start(Rig([server.address], act_zero, (), newest_frame_only=True))
     with pytest.raises(ConnectionError, match=re.escape(server.address)) as caught:
-        rig.running.result(10)
+        rig.running.result()
     assert len(str(caught.value)) > len(server.address) + 20  # it says what
 
 
-# --------------------------------------------------------------------- closing from every state
-
-
 CLOSING = """
-    import threading
     import torch
     from counting import FakeServer, free_address, hang_after_the_first_row, obey, wait_for_end
     from deadline import Thread, wait_until
@@ -853,19 +750,15 @@ CLOSING = """
         running.assert_blocked(0.05)
         for closable in close:
             {"queue": queue, "batcher": batcher}[closable].close()
-            if closable != close[-1]:
-                threading.Event().wait(0.02)
-        assert running.result(10) is None, state
+        assert running.result() is None, state
         if "batcher" not in close:
             batcher.close()
         if inference:
             answering.result()
         if server is not None:
             server.stop()
-        print(state, close)
 
-    orders = [["queue", "batcher"], ["batcher", "queue"], ["queue"], ["batcher"]]
-    for close in orders:
+    def check_all(close):
         check("connecting", None, close, lambda pool, queue, batcher: True)
         check("between two attempts", None, close, reconnect=True,
               is_there=lambda pool, queue, batcher: "again" in pool.next_event())
@@ -877,13 +770,16 @@ CLOSING = """
               is_there=lambda pool, queue, batcher: batcher.size() == 1)
         check("in enqueue", obey(1), close,
               lambda pool, queue, batcher: pool.count() == 4 and queue.size() == 1)
-    print("all")
+
+    orders = [["queue", "batcher"], ["batcher", "queue"], ["queue"], ["batcher"]]
+    for thread in [Thread(check_all, close) for close in orders]:
+        thread.result()
 """
 
 
+@pytest.mark.whole
 def test_run_comes_back_after_close_from_every_state():
-    output = run_with_deadline(CLOSING, seconds=60)
-    assert output.endswith("all\n")
+    run_with_deadline(CLOSING)
 
 
 def test_a_program_ends_though_the_pool_still_runs():
@@ -901,19 +797,7 @@ def test_a_program_ends_though_the_pool_still_runs():
     """)
 
 
-def test_a_pool_that_never_ran_can_be_dropped():
-    queue, batcher = BatchingQueue(), DynamicBatcher()
-    pool = ActorPool(T, queue, batcher, ["127.0.0.1:1"], json.loads("[]"))
-    assert pool.count() == pool.num_connected() == pool.num_reconnects() == 0
-    del pool
-    queue.close()
-    batcher.close()
-
-
-# ---------------------------------------------------------------------------- what takes the time
-
-
-def test_what_actors_wait_for_is_told(start):
+def test_what_actors_wait_for_is_measured(start):
     server = start(FakeServer(obey()))
     rig = start(Rig([server.address], act_zero, columns=2, limit=2))
     rig.columns(6)

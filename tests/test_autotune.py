@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m beast.autotune: what it finds, what it leaves alone, and how it ends."""
 
+import functools
 import math
 import pathlib
 import re
 import shlex
 import signal
+import subprocess
 import tempfile
 
 import pytest
-from program import HELPERS, ROOT, Program, run, shared_memory, wait_until
+from program import HELPERS, ROOT, Program, shared_memory, wait_until
 
 from beast import autotune
 
@@ -19,7 +21,6 @@ SMALL = {  # one flag is left open
     CATCH_POLY: "--env Catch --batch_size 4 --num_servers 1",
 }
 NO_GPU = {"gpus": []}
-both = pytest.mark.parametrize("script", [CATCH, CATCH_POLY], ids=["monobeast", "polybeast"])
 
 
 @pytest.fixture
@@ -27,9 +28,6 @@ def temporary():
     """A folder for temporary files, whose path is short enough for sockets in folders in it."""
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         yield pathlib.Path(folder)
-
-
-# -------------------------------------------------------------------------------------- the search
 
 
 def bell(**peak):
@@ -76,7 +74,9 @@ def test_the_rate_is_that_after_the_warm_up(tmp_path):
     assert autotune.read_rate(tmp_path) == 20  # slow, but seen for long enough
 
 
-# ------------------------------------------------------------------- what is tried, without trials
+@functools.cache
+def run_once(*command, run=subprocess.run):
+    return run(command, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -91,6 +91,7 @@ def trials(monkeypatch):
         return autotune.Trial(math.prod(values.values()), {"flags": flags, "machine": NO_GPU})
 
     monkeypatch.setattr(autotune, "run_trial", run_trial)
+    monkeypatch.setattr(autotune.subprocess, "run", lambda command, **_: run_once(*command))
     monkeypatch.setattr(autotune.os, "sched_getaffinity", lambda _: range(4))
     return trials
 
@@ -104,18 +105,18 @@ def tune(capsys, *arguments):
     return dict(zip(words[::2], map(int, words[1::2]), strict=True))
 
 
-def test_flags_on_the_command_line_are_kept(trials, capsys):
+def test_flags_on_the_command_line_are_kept_and_else_it_begins_with_a_process_a_core(
+    trials, capsys
+):
+    assert tune(capsys, CATCH) == {"--envs_per_actor": 16, "--num_actors": 4}
+    assert trials[0] == {"envs_per_actor": 8, "num_actors": 4}
+    trials.clear()
     assert tune(capsys, CATCH, "--num_actors", "3") == {"--envs_per_actor": 16}
     assert all(trial.keys() == {"envs_per_actor"} for trial in trials)
     trials.clear()
     with pytest.raises(SystemExit, match="sets all flags that could be varied"):
         autotune.main([str(CATCH), "--num_actors=3", "--envs_per_actor=8"])
     assert trials == []
-
-
-def test_the_search_begins_with_a_process_a_core(trials, capsys):
-    assert tune(capsys, CATCH) == {"--envs_per_actor": 16, "--num_actors": 4}
-    assert trials[0] == {"envs_per_actor": 8, "num_actors": 4}
 
 
 def test_so_many_environments_that_policies_would_lag_are_not_tried(trials, capsys):
@@ -141,24 +142,30 @@ def test_what_is_varied_is_chosen_by_the_flags_that_a_program_knows(trials, argu
         autotune.find_flags(ROOT / "polybeast_env.py", [])
 
 
-# ---------------------------------------------------------------------------------- whole programs
-
-
-@both
-def test_a_program_is_tuned_whatever_its_file_is_called(
-    script, tmp_path, temporary, monkeypatch, capsys
+def test_a_program_that_fails_or_never_steps_makes_an_error_with_what_it_printed(
+    tmp_path, monkeypatch
 ):
+    script = tmp_path / "broken.py"
+    script.write_text("raise ValueError('the game is broken')")
+    with pytest.raises(autotune.TrialError, match="Traceback(.|\n)*the game is broken"):
+        autotune.run_trial(script, [], {})
+    monkeypatch.setattr(autotune, "PATIENCE", 0.5)
+    script.write_text("import signal; signal.pause()")
+    with pytest.raises(autotune.TrialError, match="no steps to measure within 0.5 s"):
+        autotune.run_trial(script, [], {})
+
+
+@pytest.mark.whole
+def test_a_program_is_tuned_whatever_its_file_is_called(tmp_path, temporary, monkeypatch, capsys):
     monkeypatch.setattr(autotune, "TRIALS_PER_FLAG", 1)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    best = tune(capsys, script, *SMALL[script].split(), "--savedir", tmp_path, "--xpid", "run")
-    assert best in [{f"--envs_per_{what}": n} for what in ("actor", "stream") for n in (8, 16)]
+    best = tune(capsys, CATCH_POLY, *SMALL[CATCH_POLY].split(), "--savedir", tmp_path)
+    assert best in [{"--envs_per_stream": 8}, {"--envs_per_stream": 16}]
     assert list(temporary.iterdir()) == list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("script", "number"),
-    [(CATCH, signal.SIGINT), (CATCH_POLY, signal.SIGTERM), (CATCH, 9), (CATCH_POLY, 9)],
-)
+@pytest.mark.whole
+@pytest.mark.parametrize(("script", "number"), [(CATCH, signal.SIGINT), (CATCH_POLY, 9)])
 def test_a_trial_ends_with_autotune(temporary, script, number):
     before = shared_memory()
     words = ("beast.autotune", script, SMALL[script])
@@ -166,28 +173,9 @@ def test_a_trial_ends_with_autotune(temporary, script, number):
         program.wait_until(lambda: list(temporary.glob("tune-*/trial/logs.csv")))
         program.wait_until(lambda: len(program.members()) >= 3)  # with actors or servers
         program.process.send_signal(number)
-        status, output = program.end(30)
+        status, output = program.end()
         program.wait_for_members()
     assert status == (-9 if number == 9 else 128 + number), output
     wait_until(lambda: shared_memory() <= before)  # other programs take some for a moment
     if number != 9:
         assert list(temporary.iterdir()) == []
-
-
-def test_what_is_wrong_with_the_flags_is_printed_as_the_program_prints_it():
-    words = "monobeast.py --env PongNoFrameskipp-v4 --num_actors 2"
-    status, output = run("-m", "beast.autotune", words, cwd=ROOT)
-    assert status == 1 and "Traceback" not in output
-    assert "monobeast.py: " in output and "such as PongNoFrameskip-v4" in output
-
-
-def test_an_environment_that_raises_shows_its_traceback():
-    arguments = f"{SMALL[CATCH]} --unroll_length 30".replace("Catch", "Failing-raise").split()
-    with pytest.raises(autotune.TrialError, match="the game is broken(.|\n)*died 5 times"):
-        autotune.run_trial(CATCH, arguments, {})
-
-
-def test_a_trial_that_never_steps_is_given_up(monkeypatch):
-    monkeypatch.setattr(autotune, "PATIENCE", 0.5)
-    with pytest.raises(autotune.TrialError, match="no steps to measure within 0.5 s"):
-        autotune.run_trial(CATCH, ["--env", "Catch"], {})

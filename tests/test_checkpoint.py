@@ -49,6 +49,20 @@ def test_the_optimizer_flags_of_the_call_hold_after_resuming(tmp_path):
     assert group["lr"] == pytest.approx(0.25 * 0.85)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, groups):
+    flags = parse(tmp_path)
+    save(flags)
+    learner = create_learner(flags)
+    parameters = list(learner.model.parameters())
+    if groups == 1:
+        learner.optimizer = torch.optim.Adam(parameters)
+    else:
+        learner.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(FlagError, match="of another optimizer than this .*create_optimizer"):
+        checkpoint.resume(flags, learner)
+
+
 class Evil:
     """Makes a folder when it is unpickled."""
 
@@ -60,47 +74,39 @@ class Evil:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize("name", ["model.tar", "best.tar"])
 def test_a_checkpoint_that_holds_code_is_refused_and_the_code_does_not_run(
-    tmp_path, caplog, name, zipped
+    tmp_path, caplog, zipped
 ):
-    flags, path = parse(tmp_path), tmp_path / "run" / name
+    flags, path = parse(tmp_path), tmp_path / "run" / "model.tar"
     save(flags)
     content = {"step": Evil(tmp_path / "evil")}
     torch.save(content, path, _use_new_zipfile_serialization=zipped)
     with pytest.raises(FlagError) as error:
-        checkpoint.load(flags, name)
+        checkpoint.load(flags)
     for text in (str(path), "holds code, which was not run", "mkdir", "move it away or choose"):
         assert text in str(error.value)
     assert "weights_only" not in str(error.value)  # PyTorch's advice how to run it
-    if name == "best.tar":  # which costs a run only the comparison with it
-        checkpoint.Writer(flags, create_learner(flags))
-        assert re.search(r"best.tar: .* holds code", caplog.text)
+    path = path.rename(path.with_name("best.tar"))  # which costs a run only the comparison with it
+    checkpoint.Writer(flags, create_learner(flags))
+    assert re.search(r"best.tar: .* holds code", caplog.text)
     assert not (tmp_path / "evil").exists()
     torch.load(path, weights_only=False)  # which would have run it
     assert (tmp_path / "evil").exists()
 
 
-@pytest.mark.parametrize("content", [{"model_state_dict": {}, "flags": {}}, torch.zeros(3), [1]])
-def test_another_kind_of_file_is_refused_with_what_it_lacks(tmp_path, content):
-    flags = parse(tmp_path)
+def test_what_is_no_checkpoint_of_this_program_is_refused_with_the_reason(tmp_path):
+    flags, path = parse(tmp_path), tmp_path / "run" / "model.tar"
     save(flags)
-    torch.save(content, tmp_path / "run" / "model.tar")
-    with pytest.raises(FlagError, match="cannot use the checkpoint .*model.tar: it lacks"):
-        checkpoint.load(flags)
-    (tmp_path / "run" / "model.tar").write_bytes(b"torn")
-    with pytest.raises(FlagError, match="model.tar: it is damaged, or none at all"):
-        checkpoint.load(flags)
-
-
-@pytest.mark.parametrize("name", ["model.tar", "best.tar"])
-def test_a_checkpoint_of_another_program_is_refused_with_both_names(tmp_path, name):
-    flags = parse(tmp_path)
-    save(flags)
-    (tmp_path / "run" / "model.tar").rename(tmp_path / "run" / name)
     flags.program = "other.py"
     with pytest.raises(FlagError, match="is of program.py, but this is other.py: run program.py"):
-        checkpoint.load(flags, name)
+        checkpoint.load(flags)
+    for content in ({"model_state_dict": {}, "flags": {}}, torch.zeros(3), [1]):
+        torch.save(content, path)
+        with pytest.raises(FlagError, match="cannot use the checkpoint .*model.tar: it lacks"):
+            checkpoint.load(flags)
+    path.write_bytes(b"torn")
+    with pytest.raises(FlagError, match="model.tar: it is damaged, or none at all"):
+        checkpoint.load(flags)
 
 
 def test_weights_that_do_not_fit_are_refused_with_names_shapes_and_the_flags_that_differ(tmp_path):
@@ -194,7 +200,7 @@ def test_the_lock_is_free_while_the_disk_is_written_to(tmp_path):
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("seconds, is_due", [(1000, False), (10, False), (4, True), (0.001, True)])
+@pytest.mark.parametrize("seconds, is_due", [(10, False), (4, True)])
 def test_a_checkpoint_is_due_once_an_interval(tmp_path, seconds, is_due):
     flags = parse(tmp_path, f"--xpid run --checkpoint_interval_s {seconds}")
     (tmp_path / "run").mkdir()

@@ -43,17 +43,12 @@ def first(tmp_path_factory):
 
 
 @pytest.mark.whole
-def test_runs_with_one_seed_are_the_same(tmp_path, first):
+def test_runs_with_one_seed_are_the_same_and_policies_one_update_behind(tmp_path, first):
     _, rows, weights = first
     assert column(rows, "step") == [980.0, 1980.0, 2200.0]  # one update fewer than versions
     assert len({row["total_loss"] for row in rows}) == 3 and rows[-1]["mean_episode_return"]
     others, other_weights = train(tmp_path, "same", f"--seed 7 --total_steps {STEPS}")
     assert rows == others and equal(weights, other_weights)
-
-
-@pytest.mark.whole
-def test_policies_are_one_update_behind(first):
-    _, rows, _ = first
     assert column(rows, "policy_lag_max") == [1.0] * 3
     # But for the very first batch, as there was no update before it.
     assert column(rows, "policy_lag_min") == [0.0, 1.0, 1.0]

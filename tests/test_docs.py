@@ -125,3 +125,21 @@ def test_every_page_is_in_the_index():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 1600
+
+
+@pytest.mark.parametrize("name", ["monobeast", "polybeast", "polybeast_env"])
+def test_help_has_groups_defaults_and_seconds(name):
+    parser = importlib.import_module(name).parser
+    shown = " ".join(parser.format_help().split())
+    groups = {group.title: group._group_actions for group in parser._action_groups}
+    assert [action.dest for action in groups.pop("options")] == ["help"]
+    actions = [action for group in groups.values() for action in group]
+    assert len(groups) >= 3 and len(actions) >= 15
+    for action in actions:
+        assert action.help, action.dest
+        if action.default is not None and not isinstance(action.default, bool):
+            assert f"(default: {action.default})" in shown, action.dest
+        elif action.default is None and action.type in (int, float):
+            assert re.search("by default|default:|where", action.help.lower()), action.dest
+        if action.dest.endswith("_s"):
+            assert action.help.startswith("Seconds"), action.dest

@@ -6,7 +6,7 @@ import gc
 import numpy as np
 import pytest
 import torch
-from deadline import Thread, run_with_deadline, wait_until
+from deadline import Thread, wait_until
 from test_batching_queue import assert_same, columns, numbers
 
 from libtorchbeast import AsyncError, Batch, DynamicBatcher
@@ -40,10 +40,7 @@ def gather(batcher, *calls):
     return threads
 
 
-# -------------------------------------------------------------------------------- construction
-
-
-def test_defaults_are_those_of_the_contract():
+def test_arguments_have_torchbeasts_defaults_and_may_be_given_by_position_or_by_name():
     batcher = DynamicBatcher()
     caller = Thread(batcher.compute, torch.zeros(3, 1024))  # batch_dim=1, maximum_batch_size=1024
     batch = next(batcher)  # minimum_batch_size=1
@@ -52,22 +49,10 @@ def test_defaults_are_those_of_the_contract():
         batch.set_outputs(torch.zeros(3))  # check_outputs=True
     batch.set_outputs(torch.ones(2, 1024))
     assert caller.result().shape == (2, 1024)
-    caller = Thread(batcher.compute, torch.zeros(3, 1025))  # by itself, it may be larger
-    next(batcher).set_outputs(torch.ones(2, 1025))
-    assert caller.result().shape == (2, 1025)
-
-
-def test_arguments_may_be_given_by_position_or_by_name():
-    for batcher in (
-        DynamicBatcher(0, 2, 3, 10, False),
-        DynamicBatcher(
-            batch_dim=0,
-            minimum_batch_size=2,
-            maximum_batch_size=3,
-            timeout_ms=10,
-            check_outputs=True,
-        ),
-    ):
+    names = "batch_dim", "minimum_batch_size", "maximum_batch_size", "timeout_ms", "check_outputs"
+    values = (0, 2, 3, 10, True)
+    named = DynamicBatcher(**dict(zip(names, values, strict=True)))
+    for batcher in (DynamicBatcher(*values), named):
         threads = gather(batcher, columns(0, 1), columns(1, 2), columns(3, 1))
         serving = Thread(serve, batcher, lambda x: -x)
         assert [numbers(thread.result()) for thread in threads] == [[0], [-1, -2], [-3]]
@@ -75,10 +60,7 @@ def test_arguments_may_be_given_by_position_or_by_name():
         serving.result()
 
 
-# -------------------------------------------------------------------------------- what comes out
-
-
-def test_compute_returns_the_callers_own_part(batcher):
+def test_compute_returns_the_callers_own_part_of_outputs_that_are_set_once(batcher):
     threads = gather(batcher, columns(0, 2), columns(2, 1), columns(3, 4))
     assert batcher.size() == 7
     batch = next(batcher)
@@ -87,7 +69,10 @@ def test_compute_returns_the_callers_own_part(batcher):
         assert numbers(batch.get_inputs()) == [0, 1, 2, 3, 4, 5, 6]
     for thread in threads:
         thread.assert_blocked(0.03)
-    assert batch.set_outputs((10 * columns(0, 7, 2), {"b": columns(0, 7).float()})) is None
+    outputs = 10 * columns(0, 7, 2), {"b": columns(0, 7).float()}
+    assert batch.set_outputs(outputs) is None
+    with pytest.raises(RuntimeError):
+        batch.set_outputs(outputs)
     for thread, start, count in zip(threads, (0, 2, 3), (2, 1, 4), strict=True):
         wanted = columns(start, count)
         assert_same(thread.result(), (10 * columns(start, count, 2), {"b": wanted.float()}))
@@ -103,40 +88,20 @@ def test_outputs_may_be_made_in_inference_mode(batcher):
     assert numbers(result) == [2, 3]
 
 
-# ------------------------------------------------------------------------------------ outputs
-
-
-def test_setting_outputs_twice_raises_runtime_error(batcher):
-    (caller,) = gather(batcher, columns(0, 1))
+def test_wrong_outputs_raise_value_error_and_right_ones_may_follow():
+    batcher = DynamicBatcher(batch_dim=1)
+    callers = gather(batcher, *[torch.zeros(3, 1)] * 2)
     batch = next(batcher)
-    batch.set_outputs(columns(1, 1))
-    for _ in range(2):
-        with pytest.raises(RuntimeError):
-            batch.set_outputs(columns(2, 1))
-    assert numbers(caller.result()) == [1]
-
-
-@pytest.mark.parametrize(
-    "outputs",
-    [
-        torch.zeros(3),  # too few dimensions
+    for outputs in (
+        (torch.zeros(3, 2), torch.zeros(2)),  # too few dimensions
         torch.tensor(1.0),
-        (torch.zeros(3, 2), torch.zeros(2)),
         torch.zeros(3, 1),  # another batch size
-        torch.zeros(2, 3),
         torch.zeros(2, 0),
         (torch.zeros(3, 2), {"b": torch.zeros(3, 3)}),
-    ],
-)
-def test_wrong_outputs_raise_value_error_and_right_ones_may_follow(outputs):
-    batcher = DynamicBatcher(batch_dim=1)
-    callers = [Thread(batcher.compute, torch.zeros(3, 1)) for _ in range(2)]
-    wait_until(lambda: batcher.size() == 2)
-    batch = next(batcher)
-    with pytest.raises(ValueError):
-        batch.set_outputs(outputs)
-    for caller in callers:
-        caller.assert_blocked(0.02)
+    ):
+        with pytest.raises(ValueError):
+            batch.set_outputs(outputs)
+    callers[0].assert_blocked(0.02)
     batch.set_outputs(torch.ones(2, 2))
     for caller in callers:
         assert caller.result().shape == (2, 1)
@@ -156,9 +121,6 @@ def test_a_batch_dropped_without_outputs_raises_async_error_in_all_its_callers(b
     (caller,) = gather(batcher, columns(0, 1))  # and the batcher goes on
     next(batcher).set_outputs(columns(9, 1))
     assert numbers(caller.result()) == [9]
-
-
-# -------------------------------------------------------------------------------- owned memory
 
 
 def test_inputs_share_no_memory_with_what_callers_gave(batcher):
@@ -186,61 +148,3 @@ def test_what_came_out_outlives_batch_and_batcher():
     del batch, batcher, caller
     gc.collect()
     assert torch.all(inputs + 1 == columns(4, 2, 100)) and torch.all(result == inputs)
-
-
-# -------------------------------------------------------- deadlocks, each in a child that may hang
-
-
-def test_other_threads_run_while_one_waits_and_any_end_wakes_it():
-    run_with_deadline("""
-        import gc
-        import numpy as np
-        from deadline import Thread, wait_until
-        from libtorchbeast import AsyncError, ClosedBatchingQueue, DynamicBatcher
-
-        def attempt(function, *args):
-            try:
-                return function(*args)
-            except (StopIteration, ClosedBatchingQueue, AsyncError) as error:
-                return type(error).__name__
-
-        # The other thread can only be found blocked, and be woken, by one that runs.
-        one = np.zeros((1, 1))
-        batcher = DynamicBatcher(timeout_ms=None)
-        server = Thread(attempt, next, batcher)
-        server.assert_blocked()
-        caller = Thread(attempt, batcher.compute, one)
-        batch = server.result()
-        server.value = None
-        caller.assert_blocked()
-        del batch
-        gc.collect()
-        assert caller.result() == "AsyncError"
-
-        pending, flying = (Thread(attempt, batcher.compute, one) for _ in range(2))
-        wait_until(lambda: batcher.size() == 2)
-        batch = next(batcher)
-        pending.assert_blocked()
-        server = Thread(attempt, next, batcher)
-        server.assert_blocked()
-        batcher.close()
-        assert server.result() == "StopIteration"
-        assert pending.result() == flying.result() == "ClosedBatchingQueue"
-        batch.set_outputs(np.zeros((1, 2)))
-    """)
-
-
-def test_a_program_ends_while_threads_still_wait():
-    run_with_deadline("""
-        import numpy as np
-        from deadline import Thread
-        from libtorchbeast import DynamicBatcher
-
-        idle, busy = DynamicBatcher(), DynamicBatcher()
-        threads = [Thread(next, idle), Thread(list, idle)]
-        threads.append(Thread(busy.compute, np.zeros((1, 1))))
-        batch = next(busy)
-        threads.append(Thread(busy.compute, np.zeros((1, 1))))
-        for thread in threads:
-            thread.assert_blocked()
-    """)

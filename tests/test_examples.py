@@ -51,13 +51,13 @@ CONTROL = (
 )
 NEAR = {"monobeast": "--envs_per_actor 8 --deterministic", "polybeast": "--envs_per_stream 8"}
 
-# By example: the environment, more than a random player's mean return, and the one to reach.
+# By example: the environment, and the mean return to reach.
 GOALS = {
-    "minatar": ("breakout", 0.6, 2.5),
-    "find": ("find", 0, 0.9),  # which takes both the board and the goal
-    "cartpole": ("CartPole-v1", 30, 400),
-    "multi_discrete": ("dials", 0.4, 0.8),
-    "gaussian": ("InvertedPendulum-v5", 20, 950),
+    "minatar": ("breakout", 2.5),  # a random player's is less than 0.6
+    "find": ("find", 0.9),  # 0; takes both the board and the goal
+    "cartpole": ("CartPole-v1", 400),  # 30
+    "multi_discrete": ("dials", 0.8),  # 0.4
+    "gaussian": ("InvertedPendulum-v5", 950),  # 20
 }
 
 
@@ -177,21 +177,6 @@ def learn(fork, program, arguments, goal):
     return last_step(folder)
 
 
-def random_return(env, num_steps=20_000):
-    """Return the mean return of a random player."""
-    returns, total = [], 0.0
-    env.reset(seed=1)
-    env.action_space.seed(1)
-    for _ in range(num_steps):
-        _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
-        total += reward
-        if terminated or truncated:
-            returns.append(total)
-            total = 0.0
-            env.reset()
-    return np.mean(returns)
-
-
 def is_long(name):
     """All but one learn for a minute or two, too long for `make test`: `make examples`."""
     return () if name == "minatar_monobeast" else pytest.mark.long
@@ -202,13 +187,12 @@ def is_long(name):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=is_long(n)) for n in EXAMPLES if "recall" not in n]
 )
-def test_an_example_is_learned(apply, load, name):
+def test_an_example_is_learned(apply, name):
     example, _, program = name.rpartition("_")
-    env, most_at_random, goal = GOALS[example]
+    env, goal = GOALS[example]
     if example == "gaussian":
         pytest.importorskip("mujoco")  # not among the requirements
     fork = apply(EXAMPLES[name])
-    assert random_return(load(fork, program, env)[2]()) < most_at_random
     control = f"{CONTROL} {NEAR[program]}" if example in ("cartpole", "gaussian") else ""
     learn(fork, program, f"--env {env} {control}", goal)
 

@@ -2,7 +2,6 @@
 """Who may import what: environment servers no torch, the package no program."""
 
 import ast
-import pathlib
 import subprocess
 import sys
 
@@ -61,6 +60,8 @@ def test_libtorchbeast_works_where_it_is_installed_alone(path):
     if path.name in ("rows.py", "plain_environments.py"):  # NumPy alone
         blocked += ["grpc", "google"]
     import_blocked(module_name(path), *blocked)
+    roots = {module.split(".")[0] for module, _ in imports(ROOT / path)}
+    assert not roots & {"torch", "beast"}  # nor later
 
 
 def imports(path):
@@ -79,9 +80,3 @@ def test_nothing_imports_a_program():
         for module, name in imports(path):
             allowed = (str(path.relative_to(ROOT)), module, name) in ALLOWED
             assert allowed or module.split(".")[0] not in PROGRAMS, f"{path} imports {module}"
-
-
-def test_no_file_of_libtorchbeast_names_torch_or_beast():
-    for path in ROOT.glob("libtorchbeast/*.py"):
-        roots = {module.split(".")[0] for module, _ in imports(pathlib.Path(path))}
-        assert not roots & {"torch", "beast"}, path

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics of the learner, row by row, through the `learn` of both programs.
+"""The mathematics of the learner, row by row, through the `learn` of MonoBeast.
+
+PolyBeast's is the same to the letter, as test_parity.py checks.
 
 The model is a table: what it answers to a row is a parameter of that row's own. So the gradient
 says of each row by itself what the loss wants of it.
@@ -14,22 +16,15 @@ import torch
 from torch import nn
 
 import monobeast
-import polybeast
+from beast.diagnostics import CHECKS
 from beast.environments import map_nest
 from beast.metrics import is_finite
 
 T, A = 5, 3
-program = None  # what is tested now
-
-
-@pytest.fixture(autouse=True, params=[monobeast, polybeast], ids=lambda module: module.__name__)
-def each_program(request):
-    global program
-    program = request.param
 
 
 def make_flags(**overrides):
-    flags = vars(program.parser.parse_args([]))
+    flags = vars(monobeast.parser.parse_args([]))
     # So that the discount is exact in float32, too.
     return argparse.Namespace(**{**flags, "discounting": 0.875, **overrides})
 
@@ -94,7 +89,7 @@ def learn(batch, model, **overrides):
     """Return the metrics of one `learn`, and leave its gradient in the model's parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     flags = make_flags(**{"grad_norm_clipping": 1e9, **overrides})
-    return program.learn(flags, model, batch, (), optimizer)
+    return monobeast.learn(flags, model, batch, (), optimizer)
 
 
 def gradients(stream, model, **overrides):
@@ -154,11 +149,10 @@ def test_losses_and_gradients_are_those_of_the_definitions(seed, reward_clipping
     for row, kind in ((2, "truncated"), (T, "done"), (2 * T, "truncated"), (13, "terminated")):
         end_episode(stream, (row + seed) % (4 * T), kind)
     stream["reward"] *= 2  # so that many are clipped
-    flags = make_flags(reward_clipping=reward_clipping, entropy_cost=0.3, baseline_cost=0.7)
-    batch = rollouts(stream)
-    metrics = learn(
-        batch, model, reward_clipping=reward_clipping, entropy_cost=0.3, baseline_cost=0.7
-    )
+    overrides = {"reward_clipping": reward_clipping, "entropy_cost": 0.3, "baseline_cost": 0.7}
+    flags, batch = make_flags(**overrides), rollouts(stream)
+    metrics = learn(batch, model, **overrides)
+    assert {check.name for check in CHECKS} - {"policy_lag_max"} <= metrics.keys()
     losses, logits_grad, values_grad = naive_losses(batch, model, flags)
     assert losses["pg_loss"] != 0 and losses["baseline_loss"] > 0 and losses["entropy_loss"] < 0
     for name, loss in losses.items():
@@ -268,7 +262,7 @@ def test_learn_takes_one_step_of_the_optimizer_each_time():
     for _ in range(2):  # the second gradient holds nothing of the first
         old = model.baseline.detach().clone()
         _, _, expected = naive_losses(batch, model, flags)
-        program.learn(flags, model, batch, (), optimizer)
+        monobeast.learn(flags, model, batch, (), optimizer)
         torch.testing.assert_close(model.baseline, old - 0.125 * torch.from_numpy(expected))
 
 
@@ -278,7 +272,7 @@ def test_an_update_that_is_not_finite_is_skipped(where, value):
     stream, model = random_stream(0, T + 1)
     flags, batch = make_flags(reward_clipping="none"), rollouts(stream)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
-    program.learn(flags, model, batch, (), optimizer)
+    monobeast.learn(flags, model, batch, (), optimizer)
     if where == "weights":
         with torch.no_grad():
             model.policy_logits[2, 1] = value
@@ -286,7 +280,7 @@ def test_an_update_that_is_not_finite_is_skipped(where, value):
         batch[where].view(-1)[2 * batch[where].shape[2:].numel()] = value
     before = [p.detach().clone() for p in model.parameters()]
     state = [s["square_avg"].clone() for s in optimizer.state.values()]
-    metrics = program.learn(flags, model, batch, (), optimizer)
+    metrics = monobeast.learn(flags, model, batch, (), optimizer)
     assert not is_finite(metrics)
     for old, new in zip(before, model.parameters(), strict=True):
         torch.testing.assert_close(old, new.detach(), rtol=0, atol=0, equal_nan=True)

@@ -29,15 +29,6 @@ def test_updates_count_steps_returns_and_the_learning_rate():
     assert learner.stats["game_returns"] == [4.0]
 
 
-def test_published_weights_are_those_of_the_model():
-    learner, other = create(), torch.nn.Linear(3, 1)
-    with torch.no_grad():
-        learner.model.weight += 1
-    learner.publish()
-    assert learner.weights.load_into(other) == learner.weights.version
-    assert torch.equal(other.weight, learner.model.weight)
-
-
 def test_learning_is_on_the_cpu_where_cuda_is_disabled_or_missing(monkeypatch):
     for available, disabled, device in ((True, False, "cuda:0"), (True, True, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)

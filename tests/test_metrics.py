@@ -10,22 +10,19 @@ from beast import metrics
 
 
 def test_metrics_become_floats():
-    given = {
-        "tensor": torch.tensor(1.5),
-        "one_element": torch.tensor([[2]]),
-        "bool_tensor": torch.tensor(True),
-        "half": torch.tensor(0.5, dtype=torch.bfloat16),
-        "grad": torch.tensor(3.0, requires_grad=True),
-        "float": 0.1,
-        "int": 7,
-        "bool": False,
+    cases = {
+        "tensor": (torch.tensor(1.5), 1.5),
+        "one_element": (torch.tensor([[2]]), 2.0),
+        "bool_tensor": (torch.tensor(True), 1.0),
+        "half": (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+        "grad": (torch.tensor(3.0, requires_grad=True), 3.0),
+        "float": (0.1, 0.1),
+        "int": (7, 7.0),
+        "bool": (False, 0.0),
     }
-    numbers = metrics.to_floats(given)
+    numbers = metrics.to_floats({name: given for name, (given, _) in cases.items()})
     assert all(type(value) is float for value in numbers.values())
-    assert list(numbers.items()) == [
-        *(("tensor", 1.5), ("one_element", 2.0), ("bool_tensor", 1.0), ("half", 0.5)),
-        *(("grad", 3.0), ("float", 0.1), ("int", 7.0), ("bool", 0.0)),
-    ]
+    assert list(numbers.items()) == [(name, wanted) for name, (_, wanted) in cases.items()]
 
 
 @pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(2, 0), [1.0, 2.0]])

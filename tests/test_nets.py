@@ -67,9 +67,9 @@ def test_rows_at_once_are_answered_as_one_by_one(use_lstm):
         torch.testing.assert_close(s, last, rtol=1e-4, atol=1e-4)
 
 
-def test_lstm_state_is_reset_at_done_inside_the_unroll():
+def test_lstm_state_is_reset_at_done_inside_the_unroll_and_no_gradient_flows_over_it():
     net, rows = make_net(use_lstm=True), make_rows()
-    state = tuple(torch.randn(s.shape) for s in net.initial_state(B))
+    state = tuple(torch.randn(s.shape, requires_grad=True) for s in net.initial_state(B))
     without, _ = net(rows, state)
     rows["done"][3, 1] = True
     outputs, _ = net(rows, state)
@@ -81,13 +81,6 @@ def test_lstm_state_is_reset_at_done_inside_the_unroll():
     assert differ(part(without, *after), fresh)
     others = (slice(3, None), [0, 2])
     assert_same(part(outputs, *others), part(without, *others))
-
-
-def test_no_gradient_flows_over_done_through_the_lstm():
-    net, rows = make_net(use_lstm=True), make_rows()
-    state = tuple(torch.randn(s.shape, requires_grad=True) for s in net.initial_state(B))
-    rows["done"][3, 1] = True
-    outputs, _ = net(rows, state)
     outputs["baseline"][3:].sum().backward()
     for s in state:
         assert not s.grad[:, 1].any()
@@ -121,7 +114,7 @@ def test_eval_mode_takes_the_most_probable_action():
 
 
 def test_training_mode_samples_by_the_probabilities():
-    net, num_samples = make_net(space=SMALL).train(), 20_000
+    net, num_samples = make_net(space=SMALL).train(), 5_000
     torch.manual_seed(1)
     row = make_rows(1, 1, SMALL)
     rows = {key: value.expand(1, num_samples, *value.shape[2:]) for key, value in row.items()}
@@ -134,23 +127,17 @@ def test_training_mode_samples_by_the_probabilities():
 
 
 @both
-def test_gradients_reach_every_parameter(use_lstm):
+def test_gradients_reach_every_parameter_and_inputs_are_left_as_they_are(use_lstm):
     net, rows = make_net(use_lstm).train(), make_rows()
-    outputs, _ = net(rows, net.initial_state(B))
+    for dtype in (torch.uint8, torch.float32):
+        rows["frame"] = rows["frame"].to(dtype)
+        before = {key: value.clone() for key, value in rows.items()}
+        outputs, _ = net(rows, net.initial_state(B))
+        for key in rows:
+            assert torch.equal(rows[key], before[key]), key
     (outputs["baseline"].sum() + outputs["policy_logits"].square().sum()).backward()
     for name, parameter in net.named_parameters():
         assert parameter.grad is not None and parameter.grad.any(), name
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-@both
-def test_inputs_are_left_as_they_are(use_lstm, dtype):
-    net, rows = make_net(use_lstm), make_rows()
-    rows["frame"] = rows["frame"].to(dtype)
-    before = {key: value.clone() for key, value in rows.items()}
-    net(rows, net.initial_state(B))
-    for key in rows:
-        assert torch.equal(rows[key], before[key]), key
 
 
 def test_how_bright_the_background_is_does_not_matter():
@@ -160,8 +147,6 @@ def test_how_bright_the_background_is_does_not_matter():
     assert_same(net(rows, ())[0], net(brighter, ())[0])
     assert differ(net(rows, ())[0], net(rows | {"frame": rows["frame"].flip(-1)}, ())[0])
 
-
-# ------------------------------------------------------------------------------------ create_net
 
 FEATURES, DISCRETE = gym.spaces.Box(0, 1, (8,)), gym.spaces.Discrete(A)
 
@@ -233,22 +218,19 @@ NUMBERS = r"for rows of T = 2, B = 3 "
         (change_output("action", torch.Tensor.float), r"\[2, 3\] of torch.float32, but the"),
         (change_output("policy_logits", lambda x: x.flatten(0, 1)),
          r"policy_logits of Changed in .* should have the shape \[2, 3, actions\], .* \[6, 5\]"),
-        (change_output("policy_logits", lambda x: x.transpose(0, 1)),
-         r"actions\], but have \[3, 2, 5"),
         (change_output("policy_logits", lambda x: x[..., 0]), r"actions\], but have \[2, 3\]"),
         (change_output("baseline", lambda x: x.unsqueeze(-1)),
          r"baseline of Changed in .* should have the shape \[2, 3\], but has \[2, 3, 1\]"),
         (change_output("baseline", torch.t), r"but has \[3, 2\]"),
         (without("action"), r"Changed in .*test_nets.py has no 'action', only \['baseline', 'pol"),
         (without("policy_logits"), "has no 'policy_logits', only"),
-        (without("baseline"), "has no 'baseline', only"),
         (lambda outputs, state: (list(outputs.values()), state),
          "a dict of outputs and a new state, .* a list"),
         (lambda outputs, state: (outputs | {"baseline": None}, state),
          "'baseline' of .* should be a tensor, but is a NoneType"),
-        (lambda outputs, state: outputs, "ValueError: too many values to unpack"),
+        (lambda outputs, state: outputs, r"Changed in .*test_nets.py cannot answer rows of T = 2, "
+         r"B = 3 .*\(ValueError: too many values to unpack"),
         (lambda outputs, state: (outputs, state[:1]), "returns a state unlike its initial_state"),
-        (lambda outputs, state: (outputs, ()), "returns a state unlike its initial_state"),
         (lambda outputs, state: (outputs, tuple(s[:, :1] for s in state)),
          r"returns a state of shape \[1, 1, 64\], but gets \[1, 3, 64\]"),
     ],
@@ -257,16 +239,6 @@ def test_a_net_whose_answers_have_another_form_is_refused(monkeypatch, change, m
     monkeypatch.setattr(Changed, "change", staticmethod(change))
     with pytest.raises(FlagError, match=message):
         create_net(Changed, FEATURES, DISCRETE, use_lstm=True)
-
-
-def test_a_net_that_cannot_answer_is_refused_with_the_error():
-    class Net(CatchNet):
-        def forward(self, inputs, agent_state):
-            return super().forward(inputs | {"frame": inputs["frame"].view(6, 9)}, agent_state)
-
-    message = r"Net in .*test_nets.py cannot answer rows of T = 2, B = 3 .*\(RuntimeError: shape"
-    with pytest.raises(FlagError, match=message):
-        create_net(Net, FEATURES, DISCRETE)
 
 
 @pytest.mark.parametrize(
@@ -286,20 +258,16 @@ def test_a_wrong_initial_state_is_refused(initial_state):
         create_net(Net, FEATURES, DISCRETE, use_lstm=True)
 
 
-@pytest.mark.parametrize(
-    "space, wanted",
-    [
-        (gym.spaces.Box(-1, 1, (1,)), r"\[2, 3, 1\] of torch.float32"),
-        (gym.spaces.MultiDiscrete([3, 5]), r"\[2, 3, 2\] of torch.int64"),
-    ],
-    ids=["Box", "MultiDiscrete"],
-)
-def test_a_net_of_other_actions_than_those_of_the_environment_is_refused(space, wanted):
+def test_a_net_of_other_actions_than_those_of_the_environment_is_refused():
     class Net(CatchNet):
         def __init__(self, observation_space, num_actions):
             super().__init__(observation_space, A)
 
-    with pytest.raises(FlagError, match=rf"\[2, 3\] of torch.int64, .* takes {wanted}"):
-        create_net(Net, FEATURES, space)
-    with pytest.raises(FlagError, match="AtariNet in "):
-        create_net(AtariNet, SPACE, space)
+    for space, wanted in (
+        (gym.spaces.Box(-1, 1, (1,)), r"\[2, 3, 1\] of torch.float32"),
+        (gym.spaces.MultiDiscrete([3, 5]), r"\[2, 3, 2\] of torch.int64"),
+    ):
+        with pytest.raises(FlagError, match=rf"\[2, 3\] of torch.int64, .* takes {wanted}"):
+            create_net(Net, FEATURES, space)
+        with pytest.raises(FlagError, match="AtariNet in "):
+            create_net(AtariNet, SPACE, space)

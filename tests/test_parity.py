@@ -46,8 +46,10 @@ def make_nets(use_lstm):
     return nets
 
 
-@pytest.mark.parametrize("use_lstm", [False, True])
-@pytest.mark.parametrize("flags", ["", "--reward_clipping none --discounting 0.9 --momentum 0.5"])
+@pytest.mark.parametrize(
+    ("flags", "use_lstm"),
+    [("", False), ("--reward_clipping none --discounting 0.9 --momentum 0.5", True)],
+)
 def test_learn_gives_equal_loss_gradients_and_weights(flags, use_lstm):
     nets = make_nets(use_lstm)
     outcomes = []

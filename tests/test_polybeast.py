@@ -7,8 +7,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -75,65 +73,10 @@ def test_servers_whose_main_process_is_killed_are_restarted_and_others_end_the_r
     assert traces(tmp_path) == []
 
 
-# ---------------------------------------------------------------- servers on other machines
-
-
-class Host:
-    """Another machine: a network namespace where one can be made, else a loopback address.
-
-    Its cable can be pulled; where it has none, processes that are stopped are as silent.
-    """
-
-    def __init__(self):
-        number = os.getpid() % 2**14
-        self.name = f"polybeast-{os.getpid()}"
-        self.device = f"pb{os.getpid()}"
-        near, self.ip = (f"198.18.{number // 64}.{number % 64 * 4 + i}" for i in (1, 2))
-        self.prefix = ["ip", "netns", "exec", self.name]
-        self.server = None  # the Program that runs on it
-        try:
-            for words in (
-                f"netns add {self.name}",
-                f"link add {self.device} type veth peer name far netns {self.name}",
-                f"addr add {near}/30 dev {self.device}",
-                f"link set {self.device} up",
-                f"-n {self.name} addr add {self.ip}/30 dev far",
-                f"-n {self.name} link set far up",
-            ):
-                self._ip(words)
-        except (OSError, subprocess.CalledProcessError):
-            self.close()
-            self.name, self.prefix = None, []
-            self.ip = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
-
-    def _ip(self, words):
-        subprocess.run(["ip", *words.split()], check=True, capture_output=True)
-
-    def unplug(self):
-        if self.name is not None:
-            self._ip(f"link set {self.device} down")
-        else:
-            for pid in self.server.members():
-                os.kill(pid, signal.SIGSTOP)
-
-    def plug_in(self):
-        if self.name is not None:
-            self._ip(f"link set {self.device} up")
-        else:
-            for pid in self.server.members():
-                os.kill(pid, signal.SIGCONT)
-
-    def close(self):
-        if self.name is not None:
-            with contextlib.suppress(OSError, subprocess.CalledProcessError):
-                self._ip(f"netns del {self.name}")  # with it goes the cable
-
-
 def free_address(ip):
     with socket.socket() as probe:
-        with contextlib.suppress(OSError):  # not an address of ours: all its ports are free
-            probe.bind((ip, 0))
-        return f"{ip}:{probe.getsockname()[1] or 50051}"
+        probe.bind((ip, 0))
+        return f"{ip}:{probe.getsockname()[1]}"
 
 
 def batches(create_env, num_envs, seeds=None):
@@ -147,29 +90,34 @@ def batches(create_env, num_envs, seeds=None):
     return make_environments
 
 
-@pytest.fixture(scope="module")
-def survived(tmp_path_factory):
+@pytest.fixture(
+    scope="module",
+    # Of what a server that says nothing any more is lost: the limit of an answer, or keepalive.
+    params=[("10", "hangs"), pytest.param(("300", "was lost"), marks=pytest.mark.long)],
+    ids=["answer", "keepalive"],
+)
+def survived(request, tmp_path_factory):
     """A run on servers that were started elsewhere: what they went through, and what came of it."""
+    answer_timeout, lost = request.param
     savedir = tmp_path_factory.mktemp("machines")
     folder, facts = savedir / "run", SimpleNamespace(steps=[])
     with contextlib.ExitStack() as stack:
-        host = stack.enter_context(contextlib.closing(Host()))
-        near, far = facts.near, facts.far = free_address("127.0.0.1"), free_address(host.ip)
+        near, far = facts.near, facts.far = free_address("127.0.0.1"), free_address("127.0.0.2")
         arguments = "--env Catch --num_servers 1 --envs_per_stream 4 --insecure --server_address"
         near_server = stack.enter_context(Program(CATCH_SERVER, arguments, near))
-        host.server = stack.enter_context(Program(CATCH_SERVER, arguments, far, prefix=host.prefix))
+        far_server = stack.enter_context(Program(CATCH_SERVER, arguments, far))
         facts.others = [
             stack.enter_context(
                 serving(None, ANY_PORT, make_environments=batches(env, n), env=game)
             )
             for env, n, game in ((Counter, 4, ""), (Catch, 3, ""), (Catch, 4, "Asterix"))
         ]
-        for server in (near_server, host.server):  # only with both are four environments the rule
+        for server in (near_server, far_server):  # only with both are four environments the rule
             server.wait_until(lambda server=server: "serving on" in server.output)
         program = stack.enter_context(
             Program(
                 CATCH, "--server_addresses", ",".join([near, far, *facts.others]), ENDLESS,
-                "--batch_size 4 --xpid run --savedir", savedir,
+                "--batch_size 4 --xpid run --savedir", savedir, ANSWER_TIMEOUT=answer_timeout,
             )
         )  # fmt: skip
 
@@ -200,8 +148,10 @@ def survived(tmp_path_factory):
         wait_for_steps()  # of the other server alone
         os.kill(pid, signal.SIGCONT)
 
-        host.unplug()
-        at = wait_for_text(rf"stream 1: the environment server at {far} was lost", at)
+        far_processes = far_server.members()
+        for pid in far_processes:  # which are as silent then as if they were unplugged
+            os.kill(pid, signal.SIGSTOP)
+        at = wait_for_text(rf"stream 1: the environment server at {far} {lost}", at)
         wait_for_steps()
 
         near_server.process.kill()
@@ -212,24 +162,25 @@ def survived(tmp_path_factory):
         # Another one takes its place, which names no game, as forks' servers.
         with serving(None, near, make_environments=batches(Catch, 4)):
             wait_for_steps()
-            host.plug_in()
+            for pid in far_processes:
+                os.kill(pid, signal.SIGCONT)
             wait_for_text(rf"stream 1: the environment server at {far} is back", at)
             program.wait_until(lambda: latest("connected_actors") == 2)
 
-            (pid,) = host.server.members("spawn_main")
+            (pid,) = far_server.members("spawn_main")
             os.kill(pid, signal.SIGSTOP)  # even then it stops in time
             program.process.send_signal(signal.SIGTERM)
             facts.status, facts.output = program.end()
             os.kill(pid, signal.SIGCONT)
 
-        assert host.server.process.poll() is None  # a server stays when the learner goes
+        assert far_server.process.poll() is None  # a server stays when the learner goes
         facts.rows = read_rows(folder)
         facts.text, facts.checkpoint = out(folder), load(folder / "model.tar")
     return facts
 
 
 @pytest.mark.timeout(600)
-def test_a_run_survives_servers_that_are_killed_hang_or_are_unplugged(survived):
+def test_a_run_survives_servers_that_are_killed_hang_or_are_silent(survived):
     assert survived.status == 128 + signal.SIGTERM, survived.output
     assert survived.steps == sorted(set(survived.steps))
     assert survived.checkpoint["step"] >= survived.steps[-1]
@@ -238,31 +189,17 @@ def test_a_run_survives_servers_that_are_killed_hang_or_are_unplugged(survived):
     assert reconnects == sorted(reconnects) and reconnects[0] == 0 and reconnects[-1] >= 3
     (line,) = set(re.findall(r"No environment server answers: .*", survived.text))
     assert survived.near in line and survived.far in line
-
-
-def test_the_game_that_the_servers_play_is_logged_and_kept(survived):
     assert "The environment servers play Catch" in survived.output
     assert survived.checkpoint["flags"]["env"] == "Catch"
 
 
 def test_servers_that_differ_are_refused_by_name_and_the_rest_go_on(survived):
-    for stream, (address, what) in enumerate(
-        zip(
-            survived.others,
-            (
-                "has other spaces: .*",
-                "has 3 environments a stream, expected 4",
-                "plays Asterix, expected Catch",
-            ),
-            strict=True,
-        )
-    ):
-        refusal = f"refused: the environment server at {address} {what}"
-        assert re.search(rf"WARNING .*stream {2 + stream}: {refusal}", survived.text)
+    reasons = ["has other spaces: .*", "has 3 environments a stream, expected 4"]
+    reasons.append("plays Asterix, expected Catch")
+    for stream, (address, reason) in enumerate(zip(survived.others, reasons, strict=True), 2):
+        refusal = f"refused: the environment server at {address} {reason}"
+        assert re.search(rf"WARNING .*stream {stream}: {refusal}", survived.text)
     assert max(column(survived.rows, "connected_actors")) == 2
-
-
-# ------------------------------------------------------------------ a learner in this process
 
 
 @pytest.fixture
@@ -304,9 +241,10 @@ def test_an_error_in_inference_ends_the_run_with_it(train, monkeypatch, tmp_path
     assert not (tmp_path / "run" / "model.tar").exists()
 
 
-def first_weights(monkeypatch):
-    """Return a list to which the weights of each run's net are added before it learns."""
-    weights = []
+def test_the_seed_reaches_model_and_streams_and_a_resumed_run_plays_other_games(
+    train, monkeypatch, tmp_path
+):
+    weights, seeds = [], []
 
     class Recorded(catch_poly.Net):
         def __init__(self, *args, **kwargs):
@@ -314,13 +252,6 @@ def first_weights(monkeypatch):
             weights.append(torch.cat([p.detach().flatten() for p in self.parameters()]))
 
     monkeypatch.setattr(polybeast, "Net", Recorded)
-    return weights
-
-
-def test_the_seed_reaches_model_and_streams_and_a_resumed_run_plays_other_games(
-    train, monkeypatch, tmp_path
-):
-    weights, seeds = first_weights(monkeypatch), []
     for xpid, seed in (("a", 3), ("b", 3), ("c", 4)):
         status, asked = train(f"--xpid {xpid} --seed {seed} --num_actors 2 --total_steps 100")
         assert status == 0

@@ -34,9 +34,6 @@ def make_flags(**overrides):
     return flags
 
 
-# ------------------------------------------------------------------------------------------- act
-
-
 class FreeBuffers:
     """Has `act` fill the same buffers again and again, each time with newer weights.
 
@@ -215,9 +212,6 @@ def test_the_seed_reaches_environments_and_sampling():
         assert not torch.equal(one[key][0], one[key][1]), key  # of its two environments
 
 
-# --------------------------------------------------------------------------------------- buffers
-
-
 def make_buffers(flags, use_lstm=True):
     space = catch.Catch().observation_space
     return create_buffers(flags, *create_net(catch.Net, space, DISCRETE, use_lstm=use_lstm)[1])
@@ -229,10 +223,8 @@ def test_buffers_have_one_shared_tensor_a_key():
     assert rows["frame"].shape == (7, T + 1, 1, 10, 5) and rows["frame"].dtype == torch.uint8
     assert rows["policy_logits"].shape == (7, T + 1, 3)
     assert rows["action"].dtype == rows["last_action"].dtype == torch.int64
-    for key in ("reward", "episode_return", "policy_logits", "baseline"):
-        assert rows[key].dtype == torch.float32, key
-    for key in ("done", "truncated", "terminated"):
-        assert rows[key].dtype == torch.bool, key
+    assert rows["reward"].dtype == rows["baseline"].dtype == torch.float32
+    assert rows["done"].dtype == rows["truncated"].dtype == torch.bool
     assert [s.shape for s in buffers["initial_agent_state"]] == [(7, 1, 1, 64)] * 2
     map_nest(lambda b: b.is_shared() or pytest.fail("not shared"), buffers)
 

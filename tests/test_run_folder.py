@@ -7,7 +7,7 @@ import re
 
 import pytest
 from small_run import create_learner, parse, save, update
-from test_atomic_files import fill, read, read_events
+from test_atomic_files import fill, read
 
 from beast import checkpoint
 from beast.errors import FlagError
@@ -45,15 +45,20 @@ def test_a_folder_in_use_is_refused_until_it_is_free(tmp_path, open_folder):
     open_folder(flags)
 
 
-def test_meta_holds_how_a_run_ended_and_the_runs_before_it(tmp_path, open_folder):
+def test_meta_and_log_say_how_a_run_ended_and_meta_holds_earlier_ones(
+    tmp_path, open_folder, caplog
+):
+    caplog.set_level(logging.INFO)
     flags, path = parse(tmp_path), tmp_path / "run"
     folder = open_folder(flags)
     meta = read_meta(path)
     assert meta["status"] == "running" and meta["end"] is None
     assert meta["flags"]["seed"] == 1 and {"commit", "changed"} <= meta["git"].keys()
+    folder.log(250, {"total_loss": None}, "a line")
     folder.close("ended", ValueError("out of luck"))
     assert read_meta(path)["status"] == "ValueError: out of luck"
-    assert "ValueError: out of luck" in (path / "out.log").read_text()
+    for text in ("25.0% | a line", "ValueError: out of luck"):
+        assert text in (path / "out.log").read_text()
     for _ in range(2):
         open_folder(flags).close("ended")
     meta = read_meta(path)
@@ -84,21 +89,6 @@ def test_what_a_killed_process_had_begun_to_write_is_removed(tmp_path, open_fold
         (tmp_path / "run" / f"{name}.tmp").write_text("half")
     open_folder(flags)
     assert [path.stem for path in (tmp_path / "run").glob("*.tmp")] == ["mine"]
-
-
-def test_metrics_go_to_screen_and_files(tmp_path, open_folder, caplog):
-    caplog.set_level(logging.INFO)
-    folder = open_folder(parse(tmp_path))
-    folder.log(0, {"mean_episode_return": None, "total_loss": None}, "a line")
-    folder.log(250, {"mean_episode_return": 1.5, "total_loss": -2.0}, "another line")
-    folder.close("ended")
-    rows = read(tmp_path / "run" / "logs.csv")
-    assert [row["step"] for row in rows] == ["0", "250"]
-    assert [row["mean_episode_return"] for row in rows] == ["", "1.5"]
-    assert "0.0% | a line" in caplog.text
-    assert "25.0% | another line" in caplog.text
-    assert "25.0% | another line" in (tmp_path / "run" / "out.log").read_text()
-    assert read_events(tmp_path / "run", "total_loss") == [(250, -2.0)]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

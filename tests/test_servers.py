@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finding environment servers: which answer counts, who is refused and why, what local ones get."""
 
-import contextlib
 import json
 import logging
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 from catch_env import Catch
 from counting import FakeServer, obey
 from deadline import wait_until
-from stream import serving
+from stream import ServerThread, serving
 
 import polybeast
 import polybeast_env
@@ -55,13 +54,7 @@ def test_what_most_servers_say_counts_whoever_answers_first(fake_query, order):
     assert servers.query_servers(order.split(), None) == {"num_envs": 4}
 
 
-def test_of_servers_of_which_as_many_differ_the_first_in_the_list_counts(fake_query):
-    fake_query(lambda address: {"env": address})
-    assert servers.query_servers(["a", "b"], None) == {"env": "a"}
-    assert servers.query_servers(["b", "a"], None) == {"env": "b"}
-
-
-def test_a_server_that_does_not_answer_does_not_keep_the_others_waiting(fake_query):
+def test_where_servers_differ_the_first_in_the_list_that_answers_counts(fake_query):
     ended = threading.Event()
 
     def query(address):
@@ -70,7 +63,8 @@ def test_a_server_that_does_not_answer_does_not_keep_the_others_waiting(fake_que
         return {"env": address}
 
     fake_query(query)
-    assert servers.query_servers(["silent", "one"], None) == {"env": "one"}
+    for addresses in (["a", "b"], ["b", "a"], ["silent", "b"]):
+        assert servers.query_servers(addresses, None)["env"] == addresses[addresses[0] == "silent"]
     ended.set()
 
 
@@ -96,13 +90,9 @@ def test_the_log_says_soon_which_servers_are_waited_for_and_later_why(
         assert "start polybeast_env.py there" in message and "--server_addresses" in message
 
 
-def batches(env, num_envs=4):
-    """Return what Server's make_environments may be."""
-
-    def make_environments(asked_num_envs, seed, name):
-        return Environments(env, asked_num_envs or num_envs, seed, name)
-
-    return make_environments
+def make_catch(num_envs, seed, name):
+    """Return four environments, or as many as a learner asks for."""
+    return Environments(Catch, num_envs or 4, seed, name)
 
 
 def parse(*arguments):
@@ -110,7 +100,7 @@ def parse(*arguments):
 
 
 def test_connect_gives_what_the_servers_say_of_their_environments():
-    with serving(None, ANY_PORT, make_environments=batches(Catch), env="Catch") as address:
+    with serving(None, ANY_PORT, make_environments=make_catch, env="Catch") as address:
         with servers.connect(parse("--server_addresses", address), None) as found:
             assert found.addresses == [address] and found.num_envs == 4
             assert found.env == "Catch" and found.num_actions == 3 and found.frame_skip == 1
@@ -137,7 +127,7 @@ def test_the_game_is_that_of_the_servers_or_refused(given, served, caplog):
 
 
 def test_a_learner_refuses_another_game_with_equal_spaces_and_makes_no_folder(tmp_path):
-    with serving(None, ANY_PORT, make_environments=batches(Catch), env="Asterix") as address:
+    with serving(None, ANY_PORT, make_environments=make_catch, env="Asterix") as address:
         arguments = ["--env", "Catch", "--savedir", str(tmp_path), "--server_addresses", address]
         with pytest.raises(FlagError, match="is Catch, but .* play Asterix"):
             polybeast.main(arguments)
@@ -155,28 +145,17 @@ def create_nothing(num_envs, seed, name):
     raise RuntimeError("the game is not installed")
 
 
-@contextlib.contextmanager
-def serving_version(version):
-    server = FakeServer(obey(version=version))
-    yield server.address
-    server.stop()
-
-
-@pytest.mark.parametrize(
-    ("server", "message"),
-    [
-        (lambda: serving(Spaceless, ANY_PORT), "name no spaces"),
-        (
-            lambda: serving(None, ANY_PORT, make_environments=create_nothing),
-            r"create_nothing(?s:.*)RuntimeError: the game is not installed",
-        ),
-        (lambda: serving_version(7), "version 7, .* 1"),
-    ],
-    ids=["spaces", "environments", "version"],
-)
-def test_servers_none_of_which_can_be_used_end_the_run_with_the_reason(tmp_path, server, message):
-    with server() as address, pytest.raises(EnvError, match=message):
-        polybeast.main(["--savedir", str(tmp_path), "--server_addresses", address])
+def test_servers_none_of_which_can_be_used_end_the_run_with_the_reason(tmp_path):
+    for start, message in (
+        (lambda: ServerThread(Spaceless, ANY_PORT), "name no spaces"),
+        (lambda: ServerThread(None, ANY_PORT, make_environments=create_nothing),
+         r"create_nothing(?s:.*)RuntimeError: the game is not installed"),
+        (lambda: FakeServer(obey(version=7)), "version 7, .* 1"),
+    ):  # fmt: skip
+        server = start()
+        with pytest.raises(EnvError, match=message):
+            polybeast.main(["--savedir", str(tmp_path), "--server_addresses", server.address])
+        server.stop()
     assert list(tmp_path.iterdir()) == []
 
 

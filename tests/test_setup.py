@@ -73,14 +73,10 @@ def test_a_bare_machine_is_set_up_once(machine):
     assert len(machine.log("apt")) == len(machine.log("pip")) == 1
 
 
-def test_monobeast_needs_no_compiler(machine):
+def test_monobeast_needs_no_compiler_and_changed_requirements_are_installed(machine):
     assert machine.run().returncode == 0
     assert machine.log("apt") == ["install -y --no-install-recommends python3.11-venv"]
     assert machine.log("pip")[0].endswith("-r requirements.txt")
-
-
-def test_changed_requirements_are_installed(machine):
-    assert machine.run().returncode == 0
     with open(machine.repo / "requirements-env.txt", "a") as file:
         file.write("another==1.0\n")
     assert machine.run().returncode == 0

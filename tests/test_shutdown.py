@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How both programs end, whatever they are doing: with which status, and what they leave.
 
-Stop signals to a run that simply learns, one after the other, are in test_programs.py.
+Stop signals to runs that simply learn, resume or play are in test_programs.py.
 """
 
 import os
@@ -10,7 +10,7 @@ import subprocess
 import time
 
 import pytest
-from program import HELPERS, Program, last_step, run, shared_memory, traces, wait_until
+from program import HELPERS, Program, last_step, shared_memory, traces, wait_until
 
 pytestmark = pytest.mark.whole
 
@@ -20,19 +20,6 @@ SMALL = {
     "poly": "--num_servers 2 --envs_per_stream 2 --batch_size 4",
 }
 TRAIN = "--env Catch --xpid run --total_steps 1000000000 --savedir"
-TEST = "--mode test --num_episodes 100000000 --savedir"
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Folders of short runs, by program."""
-    folders = {}
-    for name, script in SCRIPTS.items():
-        folders[name] = tmp_path_factory.mktemp(name)
-        arguments = "--env Catch --xpid run --total_steps 100 --savedir"
-        status, output = run(script, SMALL[name], arguments, folders[name])
-        assert status == 0, output
-    return folders
 
 
 def prints(text):
@@ -52,28 +39,17 @@ def children_are_stopped(program, folder):
     return True
 
 
-STATES = {  # flags, whether it is in the state
-    "mono-starting": (TRAIN, prints("New run")),
-    "mono-learning": (TRAIN, learns),
-    "mono-children-stopped": (TRAIN, children_are_stopped),
-    "mono-testing": (TEST, prints("game 1")),
-    "poly-starting": (TRAIN, prints("Starting environment servers")),
-    "poly-waiting": (f"--server_addresses unix:/nowhere {TRAIN}", prints("Waiting for")),
-    "poly-learning": (TRAIN, learns),
-    "poly-children-stopped": (TRAIN, children_are_stopped),
-    "poly-testing": (TEST, prints("game 1")),
-}
-WAYS = {
-    "mono-starting": "SIGINT SIGTERM",
-    "mono-learning": "twice SIGKILL stdin",
-    "mono-children-stopped": "SIGINT",
-    "mono-testing": "SIGINT",
-    "poly-starting": "SIGINT SIGTERM",
-    "poly-waiting": "SIGINT SIGTERM stdin",
-    "poly-learning": "twice SIGKILL stdin",
-    "poly-children-stopped": "SIGTERM",
-    "poly-testing": "SIGTERM",
-}
+CASES = [  # the program with its state, its flags, whether it is in the state, and how it ends
+    ("mono-starting", TRAIN, prints("New run"), "SIGKILL"),
+    ("mono-learning", TRAIN, learns, "SIGKILL"),
+    ("mono-learning", TRAIN, learns, "twice"),
+    ("mono-children-stopped", TRAIN, children_are_stopped, "SIGINT"),
+    ("poly-starting", TRAIN, prints("Starting environment servers"), "SIGINT"),
+    ("poly-waiting", f"--server_addresses unix:/nowhere {TRAIN}", prints("Waiting for"), "SIGTERM"),
+    ("poly-learning", TRAIN, learns, "SIGKILL"),
+    ("poly-learning", TRAIN, learns, "stdin"),
+    ("poly-children-stopped", TRAIN, children_are_stopped, "SIGTERM"),
+]
 
 
 def end(program, way):
@@ -96,19 +72,16 @@ def end(program, way):
 
 
 @pytest.mark.parametrize(
-    ("state", "way"), [(state, way) for state in STATES for way in WAYS[state].split()]
+    ("state", "arguments", "is_in_state", "way"), CASES, ids=[f"{c[0]}-{c[-1]}" for c in CASES]
 )
-def test_a_program_ends_and_leaves_nothing(state, way, trained, tmp_path):
-    name = state[:4]
-    arguments, is_in_state = STATES[state]
-    folder = trained[name] if "testing" in state else tmp_path
-    before = shared_memory()
+def test_a_program_ends_and_leaves_nothing(state, arguments, is_in_state, way, tmp_path):
+    name, before = state[:4], shared_memory()
     with Program(
-        SCRIPTS[name], *([] if "testing" in state else [SMALL[name]]), arguments, folder,
+        SCRIPTS[name], SMALL[name], arguments, tmp_path,
         *(["--end_with_stdin"] if way == "stdin" else []),
         stdin=subprocess.PIPE, TMPDIR=str(tmp_path),
     ) as program:  # fmt: skip
-        program.wait_until(lambda: is_in_state(program, folder))
+        program.wait_until(lambda: is_in_state(program, tmp_path))
         statuses = end(program, way)
         status, output = program.end()
         program.wait_for_members()
@@ -117,5 +90,5 @@ def test_a_program_ends_and_leaves_nothing(state, way, trained, tmp_path):
     wait_until(lambda: shared_memory() <= before)  # other programs take some for a moment
     if way in ("SIGINT", "SIGTERM", "stdin"):
         assert "Traceback" not in output
-        has_begun = state not in ("poly-starting", "poly-waiting")
-        assert (folder / "run" / "model.tar").exists() == has_begun
+        has_begun = "starting" not in state and "waiting" not in state
+        assert (tmp_path / "run" / "model.tar").exists() == has_begun

@@ -4,7 +4,6 @@
 import threading
 from types import SimpleNamespace
 
-import pytest
 import torch
 from catch_env import Echo
 from deadline import Thread
@@ -12,7 +11,6 @@ from stream import serving
 from torch import nn
 
 import libtorchbeast
-import monobeast
 import polybeast
 from beast import servers, streams
 from beast.environments import Environments
@@ -30,38 +28,27 @@ def create_streams(arguments="", addresses=("unix:/nowhere",), spaces="", num_en
     return streams.Streams(flags, found, (), 0, CPU)
 
 
-class BlockingList(list):
-    """A list to which nothing is added before `may_go` is set."""
-
-    def __init__(self):
-        super().__init__()
-        self.entered, self.may_go = threading.Event(), threading.Event()
-
-    def append(self, item):
-        self.entered.set()
-        self.may_go.wait()
-        super().append(item)
-
-
 def test_no_batch_of_inference_is_lost_between_two_ticks():
     created = create_streams()
-    created._batch_sizes = sizes = BlockingList()
-    counting = Thread(created.count_batch, 5)
-    assert sizes.entered.wait(10)
-    reading = Thread(lambda: created.metrics()["inference_batch_size"])
-    reading.assert_blocked()  # or else it would read the list before the 5 is in it
-    sizes.may_go.set()
-    counting.result()
-    assert reading.result() == 5
+    created.count_batch(5)
+    assert created.metrics()["inference_batch_size"] == 5
     assert created.metrics()["inference_batch_size"] is None
+    with created._lock:  # neither happens while the other does
+        threads = [Thread(created.count_batch, 5), Thread(created.metrics)]
+        for thread in threads:
+            thread.assert_blocked()
+    for thread in threads:
+        thread.result()
     created.close()
 
 
-# -------------------------------------------------------------------------------------- inference
+class Overtaken(nn.Module):
+    """Answers with its weights, which are all the same in every whole version.
 
+    While it answers, newer ones are published.
+    """
 
-class Even(nn.Module):
-    """Answers with its weights, which are all the same in every whole version."""
+    publish = None  # shared by the threads' copies, and so not copied with them
 
     def __init__(self, size=1000):
         super().__init__()
@@ -73,6 +60,7 @@ class Even(nn.Module):
             self.other.fill_(value)
 
     def forward(self, inputs, agent_state):
+        Overtaken.publish()
         shape = inputs["reward"].shape
         values = torch.cat([self.one, self.other])
         return {
@@ -104,18 +92,8 @@ class Answers:
             thread.result()
 
 
-class Overtaken(Even):
-    """While it answers, newer weights are published."""
-
-    publish = None  # shared by the threads' copies, and so not copied with them
-
-    def forward(self, inputs, agent_state):
-        Overtaken.publish()
-        return super().forward(inputs, agent_state)
-
-
 def test_answers_hold_the_version_of_the_weights_that_gave_them(monkeypatch):
-    model = Even()
+    model = Overtaken()
     answers = Answers("fp32", Overtaken())
     learner = answers.learner
 
@@ -174,31 +152,14 @@ def test_answers_in_bf16_are_of_the_newest_weights():
     answers.close()
 
 
-# ----------------------------------------------------------------------- time limits over the wire
-
 T, PERIOD = 5, 8  # seven steps, the last of them to the limit, and the reset
-LIMITS = range(PERIOD - 1, 9 * T, PERIOD)
-both = pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: p.__name__)
 
 
-class Table(nn.Module):
-    """What it answers to each row of one stream of Echo is a parameter of that row's own."""
-
-    def __init__(self, num_rows=9 * T + 1):
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.policy_logits = nn.Parameter(torch.randn(num_rows, 3, generator=generator))
-        self.baseline = nn.Parameter(torch.randn(num_rows, generator=generator))
-
-    def initial_state(self, batch_size):
-        return ()
+class RandomNet(nn.Module):
+    """Acts at random."""
 
     def forward(self, inputs, agent_state):
-        row = row_number(inputs).clamp(max=len(self.baseline) - 1)
-        policy_logits = self.policy_logits[row]
-        action = torch.distributions.Categorical(logits=policy_logits).sample()
-        baseline = self.baseline[row]
-        return {"policy_logits": policy_logits, "baseline": baseline, "action": action}, agent_state
+        return {"action": torch.randint(3, inputs["reward"].shape)}, agent_state
 
 
 def row_number(rows):
@@ -211,10 +172,9 @@ def echo(num_envs, seed, name):
     return Environments(env, num_envs or 1, seed, name)
 
 
-@pytest.fixture(scope="module")
-def batch():
-    """Nine rollouts of one environment with a time limit, as the learner gets them."""
-    model = Table()
+def play_echo():
+    """Return nine rollouts of one environment with a time limit, as the learner gets them."""
+    model = RandomNet()
     learner = SimpleNamespace(lock=threading.RLock(), model=model, weights=LocalWeights(model))
     arguments = f"--unroll_length {T} --batch_size 9"
     with serving(None, "127.0.0.1:0", make_environments=echo) as address:
@@ -230,22 +190,11 @@ def batch():
     return batch
 
 
-def gradients(program, rows, model, **overrides):
-    """Return metrics, and a row of gradient for each row of the stream: logits and baseline."""
-    flags = program.parser.parse_args(["--discounting", "0.9", "--grad_norm_clipping", "1e9"])
-    vars(flags).update(overrides)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    metrics = program.learn(flags, model, rows, (), optimizer)
-    return metrics, torch.cat([model.policy_logits.grad, model.baseline.grad[:, None]], dim=1)
-
-
-def test_a_batch_says_who_acted_and_with_which_weights(batch):
+def test_a_batch_says_who_acted_and_a_time_limit_comes_as_a_row_of_its_own():
+    batch = play_echo()
     assert batch.policy_versions == [1] * 9 and batch.sources == {"streams": [0]}
     assert not {"actor", "policy_version"} & batch.rows.keys()
     assert batch.rows["reward"].shape == (T + 1, 9) and batch.agent_state == ()
-
-
-def test_a_time_limit_comes_over_the_wire_as_a_row_of_its_own(batch):
     rows = batch.rows
     number = row_number(rows)
     assert torch.equal(number, torch.arange(9) * T + torch.arange(T + 1)[:, None])
@@ -264,29 +213,3 @@ def test_a_time_limit_comes_over_the_wire_as_a_row_of_its_own(batch):
     assert torch.equal(seen, rows["last_action"])
     given = torch.where(rows["done"], seen, given)
     assert torch.equal(seen[1:], given[1:])
-
-
-@both
-@pytest.mark.parametrize("limit", LIMITS)
-def test_the_value_of_a_reset_row_changes_no_gradient_before_it(batch, program, limit):
-    model = Table()
-    _, before = gradients(program, batch.rows, model)
-    with torch.no_grad():
-        model.baseline[limit + 1] += 5
-    _, after = gradients(program, batch.rows, model)
-    assert torch.equal(after[: limit + 1], before[: limit + 1])
-    assert not torch.equal(after[limit + 1], before[limit + 1])  # but its own
-    assert not before[limit].any()  # there is no transition out of the last row
-
-
-@both
-@pytest.mark.parametrize("limit", LIMITS)
-def test_the_last_reward_before_a_time_limit_counts(batch, program, limit):
-    model = Table()
-    metrics, before = gradients(program, batch.rows, model, reward_clipping="none")
-    assert metrics["steps"] == 9 * T - len(LIMITS)
-    is_last = row_number(batch.rows) == limit
-    rows = batch.rows | {"reward": batch.rows["reward"] + is_last}
-    _, after = gradients(program, rows, model, reward_clipping="none")
-    changed = (after != before).any(dim=1)
-    assert changed[limit - 1] and not changed[limit:].any()

@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools, queues, batchers and servers, opened, used and closed by many threads, at random times.
 
-For STRESS_SECONDS (in the environment), else 5. The core alone: csrc/tests/stress_test.cc.
+For STRESS_SECONDS (in the environment), else 3. The core alone: csrc/tests/stress_test.cc.
 """
 
 import gc
 import os
 import pathlib
 import random
-import sys
 import time
 
 import pytest
-from counting import Counting, ServerThread, Truncated
+from counting import Counting, Truncated
 from deadline import DEADLINE, Thread, run_with_deadline, wait_until
+from stream import ServerThread
 from test_actor_pool import Rig, check_rows, split
 
 pytestmark = pytest.mark.whole
 
-SECONDS = float(os.environ.get("STRESS_SECONDS", 5))
+SECONDS = float(os.environ.get("STRESS_SECONDS", 3))
 PLAYERS = 3  # at once
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 @pytest.mark.timeout(SECONDS + 3 * DEADLINE, method="thread")
 def test_whoever_ends_first_all_end_and_nothing_stays(tmp_path):
     here = str(pathlib.Path(__file__).parent)

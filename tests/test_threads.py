@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's threads, how long they wait, and the processes that end with their parent."""
+"""A run's threads, how long they wait, and what watches for the end of the parent."""
 
-import multiprocessing
 import os
-import pathlib
-import signal
 import threading
+from contextlib import nullcontext
 
 import pytest
-from program import wait_until
 
 from beast import waits
 from beast.processes import exit_with_parent
@@ -45,22 +42,18 @@ def test_whatever_ends_the_block_wakes_and_joins_all_threads(cause):
         names.append(threading.current_thread().name)
         assert stop.wait(DEADLINE)
 
-    def run():
-        with Threads(stop, on_exit=[lambda: calls.append(1), lambda: calls.append(2)]) as threads:
-            threads.start(wait, copies=2)
-            threads.start(wait, name="third")
-            if cause == "a thread ends":
-                threads.start(lambda: None)
-                assert stop.wait(DEADLINE)
-            if cause == "the block raises":
-                raise KeyError("of the block")
-
     before = threading.active_count()
-    if cause == "the block raises":
-        with pytest.raises(KeyError, match="of the block"):
-            run()
-    else:
-        run()
+    raises = cause == "the block raises"
+    expected = pytest.raises(KeyError, match="of the block") if raises else nullcontext()
+    on_exit = [lambda: calls.append(1), lambda: calls.append(2)]
+    with expected, Threads(stop, on_exit=on_exit) as threads:
+        threads.start(wait, copies=2)
+        threads.start(wait, name="third")
+        if cause == "a thread ends":
+            threads.start(lambda: None)
+            assert stop.wait(DEADLINE)
+        if raises:
+            raise KeyError("of the block")
     assert stop.is_set() and calls == [1, 2] and threading.active_count() == before
     assert sorted(names) == ["third 0", "wait 0", "wait 1"]
 
@@ -128,38 +121,3 @@ def test_the_end_of_a_pipe_ends_the_process_that_watches_it():
     os.close(write_end)
     assert ended.wait(DEADLINE)
     os.close(read_end)
-
-
-def be_a_parent(pipe):
-    child = multiprocessing.get_context("fork").Process(target=be_a_child, args=(pipe,))
-    child.start()
-    child.join()
-
-
-def be_a_child(pipe):
-    exit_with_parent()
-    pipe.send(os.getpid())
-    signal.pause()
-
-
-def is_running(pid):
-    try:
-        status = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
-def test_a_process_ends_when_its_parent_is_killed():
-    context = multiprocessing.get_context("forkserver")
-    pipe, far_end = context.Pipe()
-    parent = context.Process(target=be_a_parent, args=(far_end,))
-    parent.start()
-    try:
-        assert pipe.poll(DEADLINE)
-        child = pipe.recv()
-        assert is_running(child)
-    finally:
-        parent.kill()
-        parent.join()
-    wait_until(lambda: not is_running(child))

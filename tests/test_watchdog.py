@@ -4,22 +4,19 @@
 import contextlib
 import logging
 import os
-import pathlib
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
-from program import Program, last_step, wait_until
+from program import HELPERS, ROOT, Program, last_step, wait_until
 
+from beast.server_processes import ServerProcess
 from beast.watchdog import Watchdog
-
-REPO = pathlib.Path(__file__).parent.parent
-HELPERS = REPO / "tests" / "helpers"
-CATCH, CATCH_ENV, CATCH_POLY = (HELPERS / f"catch{end}.py" for end in ("", "_env", "_poly"))
 
 
 @pytest.fixture
@@ -90,72 +87,90 @@ def test_the_silence_of_another_process_is_logged_with_its_state(watch, caplog):
 
 def test_an_interpreter_that_is_kept_busy_prints_its_stacks_all_the_same():
     code = """
-import ctypes, sys
+import ctypes, threading
 from beast.watchdog import Watchdog
 def hold_the_interpreter():
-    ctypes.PyDLL(None).sleep(4)  # PyDLL keeps the lock
-watchdog = Watchdog(0.5)
-import time; time.sleep(1)
+    ctypes.PyDLL(None).sleep(2)  # PyDLL keeps the lock
+looked = threading.Event()
+watchdog = Watchdog(0.2, lambda: looked.set() or [])
+looked.wait()
 hold_the_interpreter()
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert "in hold_the_interpreter" in result.stderr
 
 
+def print_stacks(program, *places):
+    """Send SIGUSR1 until stacks of all these places are printed."""
+
+    def are_printed():  # a server may be between two messages at that moment, not in answer
+        os.kill(program.pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        return all(place in program.output for place in places)
+
+    program.wait_until(are_printed)
+
+
+def goes_on(program, folder):
+    """Wait for a later step, and end the program as Ctrl-C does."""
+    step = last_step(folder)
+    program.wait_until(lambda: last_step(folder) > step)
+    os.kill(program.pid, signal.SIGINT)
+    assert program.end()[0] == 128 + signal.SIGINT
+
+
 @pytest.mark.whole
-@pytest.mark.parametrize("script", [CATCH, CATCH_POLY], ids=["monobeast", "polybeast"])
-def test_sigusr1_prints_the_stacks_of_all_processes_and_the_run_goes_on(script, tmp_path):
+def test_sigusr1_prints_the_stacks_of_learner_and_actors_and_the_run_goes_on(tmp_path):
     arguments = f"--env Catch --savedir {tmp_path} --xpid run --total_steps 100000000"
-    with Program(script, arguments, TMPDIR=str(tmp_path)) as program:
+    with Program(HELPERS / "catch.py", arguments) as program:
         program.wait_until(lambda: last_step(tmp_path / "run") > 0)
-        places = ["in train", "in batch_and_learn", "in _watch"]
-        places += (
-            ["in act"] if script == CATCH else ["in supervise", "in server_main", "in _run_stream"]
-        )
+        print_stacks(program, "in train", "in batch_and_learn", "in _watch", "in act")
+        goes_on(program, tmp_path / "run")
 
-        def are_printed():  # a server may be between two messages at that moment, not in answer
-            os.kill(program.pid, signal.SIGUSR1)
-            time.sleep(0.5)
-            return all(place in program.output for place in places)
 
-        program.wait_until(are_printed)
-        step = last_step(tmp_path / "run")
-        program.wait_until(lambda: last_step(tmp_path / "run") > step)
-        os.kill(program.pid, signal.SIGINT)
-        status, _ = program.end()
-        assert status == 128 + signal.SIGINT
+def serve(flags, address, seed, started, stop_signals, busy_since):
+    started(address)
+    threading.Event().wait()
 
 
 @pytest.mark.whole
-def test_a_stopped_server_is_logged_killed_and_replaced():
-    arguments = "--env Catch --server_address 127.0.0.3:0 --num_servers 1 --stall_timeout_s 1"
-    arguments = arguments.replace(":0", f":{50000 + os.getpid() % 10000}")
-    with Program(CATCH_ENV, arguments) as program:
-        program.wait_until(lambda: program.output.count("serving on") == 1)
-        (server,) = program.members("spawn_main")
-        os.kill(server, signal.SIGSTOP)
-        program.wait_until(lambda: f"its process {server} is stopped" in program.output)
-        program.wait_until(lambda: program.output.count("serving on") == 2)
-        assert re.search(r"was silent for \d+ s; restarting it in", program.output)
-        assert server not in program.members()
-        os.kill(program.pid, signal.SIGTERM)
-        program.end()
+def test_a_stopped_server_is_killed_and_replaced(caplog):
+    caplog.set_level(logging.INFO)
+    flags = types.SimpleNamespace(stall_timeout_s=60)  # in which it has to start
+    server = ServerProcess(serve, flags, "unix:/tmp/nowhere", 0)
+    process = server.process
+    try:
+        wait_until(lambda: server.check() or messages(caplog, "serving on"))
+        flags.stall_timeout_s = 1  # five such are too long; one that lives reports each second
+        os.kill(process.pid, signal.SIGSTOP)
+        wait_until(lambda: server.check() or server.process is not process)
+        flags.stall_timeout_s = 60
+        assert process.exitcode == -signal.SIGKILL
+        assert messages(caplog, r"was silent for \d+ s; restarting it in")
+        wait_until(lambda: server.check() or len(messages(caplog, "serving on")) == 2)
+    finally:
+        server.end(0)
 
 
 @pytest.mark.whole
 def test_a_server_whose_environment_hangs_is_logged_with_its_stack_and_replaced(tmp_path):
     marker = tmp_path / "marker"
-    arguments = f"--env Failing-hang:{marker} --savedir {tmp_path} --xpid run --stall_timeout_s 1"
-    arguments += " --total_steps 100000000 --num_servers 1"
-    with Program(CATCH_POLY, arguments, TMPDIR=str(tmp_path)) as program:
+    # Silence of five times as many seconds ends a server: more than a slow machine starts one in.
+    arguments = f"--env Failing-hang:{marker} --savedir {tmp_path} --stall_timeout_s 2 --xpid run "
+    arguments += "--total_steps 100000000 --num_servers 1"
+    with Program(HELPERS / "catch_poly.py", arguments, TMPDIR=str(tmp_path)) as program:
         program.wait_until(marker.exists)
-        program.wait_until(lambda: re.search(r"silent for \d+ s; restarting it in", program.output))
-        assert "catch_env.py" in program.output and "in step" in program.output
-        assert re.search(r"the server of unix:.* has been silent for \d+ s", program.output)
-        assert re.search(r"stream 0 has been silent for \d+ s: it waits for env", program.output)
+        for pattern in (
+            r"catch_env.py.*, line \d+,? in step",
+            r"the server of unix:.* has been silent for \d+ s",
+            r"stream 0 has been silent for \d+ s: it waits for env",
+            r"silent for \d+ s; restarting it in",
+        ):
+            program.wait_until(lambda pattern=pattern: re.search(pattern, program.output))
         step = last_step(tmp_path / "run")
         program.wait_until(lambda: last_step(tmp_path / "run") > step)
-        os.kill(program.pid, signal.SIGINT)
-        program.end()
+        places = ["in train", "in batch_and_learn", "in _watch"]
+        print_stacks(program, *places, "in supervise", "in server_main", "in _run_stream")
+        goes_on(program, tmp_path / "run")

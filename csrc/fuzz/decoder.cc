@@ -65,7 +65,7 @@ Counts all_counts;
     }                                                                                \
   } while (false)
 
-// Bytes on the heap, counted where the address sanitizer tells of them.
+// Bytes on the heap, counted where the address sanitizer reports them.
 int64_t num_bytes = 0;
 int64_t max_num_bytes = 0;
 double max_parsed_times = 0;
@@ -282,7 +282,7 @@ const Counts& counts() { return all_counts; }
 
 int LLVMFuzzerInitialize(int*, char***) {
 #ifdef LOGS_CAN_BE_SILENCED
-  google::protobuf::SetLogHandler(nullptr);  // it tells of each key that is not UTF-8
+  google::protobuf::SetLogHandler(nullptr);  // it logs each key that is not UTF-8
 #endif
 #ifdef COUNTS_BYTES
   __sanitizer_install_malloc_and_free_hooks(torchbeast::count_malloc, torchbeast::count_free);

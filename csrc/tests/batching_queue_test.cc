@@ -263,7 +263,7 @@ TEST(a_producer_that_is_cancelled_leaves_its_turn_to_the_next) {
   CHECK(first.is_blocked());
   Thread second([&] { queue.enqueue(range(2, 3)); });
   CHECK(second.is_blocked());
-  cancelled = true;  // which nobody tells it, but for the room in the queue
+  cancelled = true;  // nothing wakes it before there is room in the queue
   CHECK((next(queue) == Values{0}));
   second.join();
   queue.wake();

@@ -6,6 +6,7 @@
 As any fork would, it replaces create_env and Net and leaves the rest alone.
 """
 
+import os
 import pathlib
 import sys
 
@@ -15,7 +16,7 @@ import catch
 import catch_env
 
 import polybeast
-from beast import servers
+from beast import servers, streams
 
 
 class Net(catch.Net):
@@ -26,6 +27,8 @@ class Net(catch.Net):
 polybeast.Net = Net
 polybeast.ENV_SCRIPT = catch_env.__file__
 servers.CONNECT_TIMEOUT = 5
+streams.ANSWER_TIMEOUT = float(os.environ.get("ANSWER_TIMEOUT", servers.ANSWER_TIMEOUT))
+streams.CHECK_INTERVAL = 0.5
 
 if __name__ == "__main__":
     polybeast.run_program(polybeast.main)

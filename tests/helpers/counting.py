@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments that count, servers of them in threads and processes, and a server that may lie.
+"""Environments that count, servers of them in processes, and a server that may lie.
 
     python tests/helpers/counting.py Counting 127.0.0.1:0
 
@@ -10,7 +10,6 @@ import functools
 import itertools
 import os
 import pathlib
-import queue
 import socket
 import subprocess
 import sys
@@ -25,6 +24,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 
 from deadline import DEADLINE, Thread
+from stream import FIELDS, from_nest
 
 from libtorchbeast import Server, rpcenv_pb2
 
@@ -87,26 +87,6 @@ class Raising(Counting):
         return super().reset(**kwargs)
 
 
-class Nested:
-    """Counts in a nest of arrays of several types, one of them without dimensions."""
-
-    def reset(self):
-        self.count = 0
-        return self.observe()
-
-    def step(self, action):
-        self.count += 1
-        return self.observe(), 0.0, self.count == 100, {}
-
-    def observe(self):
-        n = self.count
-        return {
-            "board": np.full((2, 3), n, np.uint8)[:, ::-1],
-            "more": (np.array(n, np.float32), [np.full((1,), -n, np.int16), ()]),
-            "flags": {"even": np.array(n % 2 == 0), "none": np.zeros((0, 2), np.float64)},
-        }
-
-
 class Large(Counting):
     """Observes more than the 4 MiB that gRPC takes by default."""
 
@@ -116,17 +96,6 @@ class Large(Counting):
 
     def observe(self):
         return np.full((5, 2**20), self.count, np.uint8)
-
-
-class TwoActions:
-    """Takes an array of two floats as action, and observes it."""
-
-    def reset(self):
-        return np.zeros(2, np.float32)
-
-    def step(self, action):
-        assert action.shape == (2,) and action.dtype == np.float32, repr(action)
-        return action, 0.0, False, {}
 
 
 class Mirror(gym.Env):
@@ -147,20 +116,6 @@ def free_address():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-class ServerThread:
-    """A server in a thread of this process."""
-
-    def __init__(self, env_class, address="127.0.0.1:0", **kwargs):
-        self.server = Server(env_class, address, **kwargs)
-        started = queue.SimpleQueue()
-        self.thread = Thread(self.server.run, started.put)
-        self.address = started.get(timeout=DEADLINE)
-
-    def stop(self):
-        self.server.stop()
-        self.thread.result()
 
 
 class ServerProcess:
@@ -192,38 +147,19 @@ class ServerProcess:
 # ---------------------------------------------------------------------------- a server that may lie
 
 
-def array(a):
-    """Return an array as message."""
-    a = np.ascontiguousarray(a)
-    name = "BOOL" if a.dtype == bool else a.dtype.name.upper()
-    return rpcenv_pb2.Array(dtype=rpcenv_pb2.DType.Value(name), shape=np.shape(a), data=a.tobytes())
-
-
-def leaf(a):
-    return rpcenv_pb2.Nest(array=array(a))
-
-
 def make_step(num_envs=2, observation=None, **fields):
     """Return a good row of zeros, and what is given otherwise."""
-    zeros = {
-        "reward": np.float32, "done": bool, "truncated": bool, "terminated": bool,
-        "episode_return": np.float32, "episode_step": np.int32, "game_done": bool,
-        "game_return": np.float32, "game_step": np.int32, "last_action": np.int64,
-    }  # fmt: skip
-    row = {key: np.zeros(num_envs, dtype).tobytes() for key, dtype in zeros.items()}
-    observation = observation or leaf(np.zeros((num_envs, 3), np.uint8))
+    row = {key: np.zeros(num_envs, dtype).tobytes() for key, dtype in FIELDS.items()}
+    observation = observation or from_nest(np.zeros((num_envs, 3), np.uint8))
     return rpcenv_pb2.Step(observation=observation, **(row | fields))
 
 
 def make_first(num_envs=2, observation=None, version=1, spaces="", stack_size=0, env="", **fields):
     """Return a good first message, and what is given otherwise."""
-    step = make_step(num_envs, observation, **fields)
-    step.handshake.protocol_version = version
-    step.handshake.num_envs = num_envs
-    step.handshake.spaces = spaces
-    step.handshake.stack_size = stack_size
-    step.handshake.env = env
-    return step
+    handshake = rpcenv_pb2.Handshake(
+        protocol_version=version, num_envs=num_envs, spaces=spaces, stack_size=stack_size, env=env
+    )
+    return make_step(num_envs, observation, handshake=handshake, **fields)
 
 
 class FakeServer:
@@ -233,7 +169,7 @@ class FakeServer:
       speak: called with an iterator over actions, and gRPC's context; yields messages, or bytes.
     """
 
-    def __init__(self, speak, address="127.0.0.1:0"):
+    def __init__(self, speak):
         self.metadata = []  # of each stream: a dict
         self.speak = speak
         self.grpc_server = grpc.server(
@@ -247,8 +183,7 @@ class FakeServer:
         self.grpc_server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler("rpcenv.RPCEnvServer", {"StreamingEnv": handler})]
         )
-        port = self.grpc_server.add_insecure_port(address)
-        self.address = address if address.startswith("unix:") else f"127.0.0.1:{port}"
+        self.address = f"127.0.0.1:{self.grpc_server.add_insecure_port('127.0.0.1:0')}"
         self.grpc_server.start()
 
     def _serve(self, requests, context):

@@ -18,9 +18,9 @@ from libtorchbeast import Server
 
 parser = argparse.ArgumentParser(description="Catch servers")
 parser.add_argument("--pipes_basename", default="unix:/tmp/catch")
-parser.add_argument("--num_servers", type=int, default=4)
+parser.add_argument("--num_servers", type=int, default=2)
 
-ROWS, COLUMNS = 7, 5
+ROWS, COLUMNS = 5, 5
 
 
 class Catch:
@@ -65,15 +65,9 @@ def start(flags):
 
 def main(flags):
     processes, _ = start(flags)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    try:
-        for process in processes:
-            process.join()
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.join()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # upon which daemons are ended
+    for process in processes:
+        process.join()
 
 
 if __name__ == "__main__":

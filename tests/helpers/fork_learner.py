@@ -29,23 +29,17 @@ parser = argparse.ArgumentParser(description="Learn Catch", parents=[fork_env.pa
                                  conflict_handler="resolve")  # fmt: skip
 parser.add_argument("--num_actors", type=int, default=8)
 parser.add_argument("--total_steps", type=int, default=300_000)
-parser.add_argument("--batch_size", type=int, default=8)
-parser.add_argument("--unroll_length", type=int, default=12)
-parser.add_argument("--num_learner_threads", type=int, default=2)
-parser.add_argument("--num_inference_threads", type=int, default=2)
-parser.add_argument("--learning_rate", type=float, default=0.005)
-parser.add_argument("--entropy_cost", type=float, default=0.01)
-parser.add_argument("--baseline_cost", type=float, default=0.5)
-parser.add_argument("--discounting", type=float, default=0.99)
 parser.add_argument("--external_servers", action="store_true", help="they are running already")
 
-GOAL = 0.95  # mean return of the last episodes at which it stops
+BATCH_SIZE, UNROLL_LENGTH = 8, 12
+NUM_LEARNER_THREADS = NUM_INFERENCE_THREADS = 2
+DEVICE = torch.device("cpu")
+GOAL = 0.9  # mean return of the last episodes at which it stops
 
 
 class Net(nn.Module):
     def __init__(self, num_actions=3, hidden_size=32):
         super().__init__()
-        self.num_actions = num_actions
         self.fc = nn.Linear(fork_env.ROWS * fork_env.COLUMNS + fork_env.COLUMNS, 64)
         self.core = nn.LSTM(64, hidden_size)
         self.policy = nn.Linear(hidden_size + 64, num_actions)
@@ -75,14 +69,14 @@ class Net(nn.Module):
         return (action, policy_logits, baseline), core_state
 
 
-def inference(flags, inference_batcher, model, lock):
+def inference(inference_batcher, model, lock):
     with torch.no_grad():
         for batch in inference_batcher:
             batched_env_outputs, agent_state = batch.get_inputs()
             frame, reward, done, *_ = batched_env_outputs
             frame["board"] = frame["board"].float().div_(255)
             frame, done, agent_state = nest.map(
-                lambda t: t.to(flags.device, non_blocking=True), (frame, done, agent_state)
+                lambda t: t.to(DEVICE, non_blocking=True), (frame, done, agent_state)
             )
             with lock:
                 outputs = model({"frame": frame, "done": done}, agent_state)
@@ -90,7 +84,7 @@ def inference(flags, inference_batcher, model, lock):
             batch.set_outputs(outputs)
 
 
-def compute_loss(flags, model, batch, initial_agent_state):
+def compute_loss(model, batch, initial_agent_state):
     (frame, reward, done, *_), (action, behavior_policy_logits, _) = batch
     learner_outputs, _ = model({"frame": frame, "done": done}, initial_agent_state)
     _, policy_logits, baseline = learner_outputs
@@ -101,7 +95,7 @@ def compute_loss(flags, model, batch, initial_agent_state):
         behavior_policy_logits=behavior_policy_logits,
         target_policy_logits=policy_logits,
         actions=action,
-        discounts=(~done).float() * flags.discounting,
+        discounts=(~done).float() * 0.99,
         rewards=reward,
         values=values,
         bootstrap_value=baseline[-1],
@@ -111,32 +105,17 @@ def compute_loss(flags, model, batch, initial_agent_state):
     pg_loss = -torch.sum(taken * targets.pg_advantages)
     baseline_loss = 0.5 * torch.sum((targets.vs - values) ** 2)
     entropy_loss = torch.sum(log_policy.exp() * log_policy)
-    return pg_loss + flags.baseline_cost * baseline_loss + flags.entropy_cost * entropy_loss
+    return pg_loss + 0.5 * baseline_loss + 0.01 * entropy_loss
 
 
 def checksum(tensors):
     return sum(float(t.double().sum()) for t in nest.flatten(tensors))
 
 
-class Replay:
-    """The batches of some time, as they were: each is kept with the sum of all that it holds."""
-
-    def __init__(self, size=50):
-        self.batches = collections.deque(maxlen=size)
-
-    def add(self, tensors):
-        self.batches.append((checksum(tensors), tensors))
-
-    def sample(self):
-        wanted, tensors = random.choice(self.batches)
-        if checksum(tensors) != wanted:
-            raise RuntimeError("a batch that was kept has changed")
-        return tensors
-
-
-def learn(flags, learner_queue, model, actor_model, optimizer, stats, replay, lock, actor_lock):
+def learn(learner_queue, model, actor_model, optimizer, stats, lock, actor_lock):
+    replay = collections.deque(maxlen=50)  # of batches, each with the sum of all that it holds
     for tensors in learner_queue:
-        tensors = nest.map(lambda t: t.to(flags.device, non_blocking=True), tensors)
+        tensors = nest.map(lambda t: t.to(DEVICE, non_blocking=True), tensors)
         batch, initial_agent_state = tensors
         env_outputs, _ = batch
         frame, reward, done, episode_step, episode_return = env_outputs
@@ -146,16 +125,19 @@ def learn(flags, learner_queue, model, actor_model, optimizer, stats, replay, lo
         episode_step.zero_()
         episode_return.neg_()
         with lock:
-            replay.add(tensors)
+            replay.append((checksum(tensors), tensors))
+            wanted, kept = random.choice(replay)
+            if checksum(kept) != wanted:
+                raise RuntimeError("a batch that was kept has changed")
             optimizer.zero_grad()
-            loss = compute_loss(flags, model, batch, initial_agent_state)
-            loss = loss + 0.5 * compute_loss(flags, model, *replay.sample())
+            loss = compute_loss(model, batch, initial_agent_state)
+            loss = loss + 0.5 * compute_loss(model, *kept)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 40.0)
             optimizer.step()
             with actor_lock:
                 actor_model.load_state_dict(model.state_dict())
-            stats["step"] += flags.unroll_length * flags.batch_size
+            stats["step"] += UNROLL_LENGTH * BATCH_SIZE
             stats["loss"] = loss.item()
             stats["returns"].extend(returns)
 
@@ -166,7 +148,6 @@ def mean_return(stats):
 
 
 def train(flags):
-    flags.device = torch.device("cpu")
     torch.set_num_threads(1)
     servers, addresses = [], [f"{flags.pipes_basename}.{i}" for i in range(flags.num_servers)]
     if not flags.external_servers:
@@ -175,10 +156,10 @@ def train(flags):
 
     learner_queue = libtorchbeast.BatchingQueue(
         batch_dim=1,
-        minimum_batch_size=flags.batch_size,
-        maximum_batch_size=flags.batch_size,
+        minimum_batch_size=BATCH_SIZE,
+        maximum_batch_size=BATCH_SIZE,
         check_inputs=True,
-        maximum_queue_size=4 * flags.batch_size,
+        maximum_queue_size=4 * BATCH_SIZE,
     )
     inference_batcher = libtorchbeast.DynamicBatcher(
         batch_dim=1,
@@ -187,11 +168,11 @@ def train(flags):
         timeout_ms=100,
         check_outputs=True,
     )
-    model, actor_model = Net().to(flags.device), Net().to(flags.device)
+    model, actor_model = Net().to(DEVICE), Net().to(DEVICE)
     actor_model.load_state_dict(model.state_dict())
-    optimizer = torch.optim.Adam(model.parameters(), lr=flags.learning_rate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     actors = libtorchbeast.ActorPool(
-        unroll_length=flags.unroll_length,
+        unroll_length=UNROLL_LENGTH,
         learner_queue=learner_queue,
         inference_batcher=inference_batcher,
         env_server_addresses=addresses,
@@ -199,7 +180,7 @@ def train(flags):
     )
 
     errors = []
-    stats = {"step": 0, "loss": float("nan"), "returns": collections.deque(maxlen=500)}
+    stats = {"step": 0, "loss": float("nan"), "returns": collections.deque(maxlen=300)}
     lock, actor_lock = threading.Lock(), threading.Lock()
 
     def run(function, *args):
@@ -210,28 +191,19 @@ def train(flags):
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(actors.run,), name="actor-pool-thread")]
-    for i in range(flags.num_learner_threads):
-        args = (flags, learner_queue, model, actor_model, optimizer, stats, Replay(), lock)
-        threads.append(
-            threading.Thread(target=run, args=(learn, *args, actor_lock), name=f"learner-{i}")
-        )
-    for i in range(flags.num_inference_threads):
-        args = (inference, flags, inference_batcher, actor_model, actor_lock)
+    for i in range(NUM_LEARNER_THREADS):
+        args = (learn, learner_queue, model, actor_model, optimizer, stats, lock, actor_lock)
+        threads.append(threading.Thread(target=run, args=args, name=f"learner-{i}"))
+    for i in range(NUM_INFERENCE_THREADS):
+        args = (inference, inference_batcher, actor_model, actor_lock)
         threads.append(threading.Thread(target=run, args=args, name=f"inference-{i}"))
     for thread in threads:
         thread.start()
 
-    start, next_line = time.monotonic(), 0.0
     try:
         while stats["step"] < flags.total_steps and not errors and not mean_return(stats) >= GOAL:
             time.sleep(0.05)
-            if time.monotonic() - start >= next_line:
-                next_line += 1
-                logging.info(
-                    "step %i, actors' steps %i, loss %.3f, mean return %.2f; queues %i and %i",
-                    stats["step"], actors.count(), stats["loss"], mean_return(stats),
-                    learner_queue.size(), inference_batcher.size(),
-                )  # fmt: skip
+            logging.info("actors' steps %i, mean return %.2f", actors.count(), mean_return(stats))
     finally:
         inference_batcher.close()
         learner_queue.close()

@@ -82,7 +82,7 @@ class Program:
 
     def wait_for_members(self):
         """Wait until no process is left: some take a moment to see that they may go."""
-        wait_until(lambda: self.members() == [], 10)
+        wait_until(lambda: self.members() == [])
 
     def wait_until(self, condition, seconds=DEADLINE):
         """Wait while it runs, and say what it printed where that is in vain."""

@@ -4,8 +4,9 @@
 import torch
 
 from beast import checkpoint
-from beast.flags import Parser, add_run_flags, parse_flags
+from beast.flags import add_run_flags, parse_flags
 from beast.learner import Batch, Learner
+from beast.parser import Parser
 from beast.weights import LocalWeights
 
 T, B = 2, 3

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learner's side of a stream, in plain Python, for tests of servers."""
+"""A server in a thread, and the learner's side of a stream in plain Python.
+
+Nothing here needs torch.
+"""
 
 import contextlib
 import queue
-import threading
 
 import grpc
 import numpy as np
+from deadline import DEADLINE, Thread, wait_until
 
 from libtorchbeast import Server
 from libtorchbeast import rpcenv_pb2 as pb
 
-DEADLINE = 30  # seconds for what should take much less
 FIELDS = {
     "reward": np.float32,
     "done": bool,
@@ -47,6 +49,15 @@ def from_nest(nest):
     array = np.asarray(nest)
     dtype = pb.DType.Value(array.dtype.name.upper())
     return pb.Nest(array=pb.Array(dtype=dtype, shape=array.shape, data=array.tobytes()))
+
+
+def as_lists(nest):
+    """Return a nest of arrays or tensors as one of dtypes, shapes and lists, to be compared."""
+    if isinstance(nest, dict):
+        return {key: as_lists(item) for key, item in nest.items()}
+    if isinstance(nest, (tuple, list)):
+        return type(nest)(map(as_lists, nest))
+    return nest.dtype, tuple(nest.shape), nest.tolist()
 
 
 class EnvironmentFailed(Exception):
@@ -127,28 +138,26 @@ class Stream:
         return stacks
 
 
+class ServerThread:
+    """A server in a thread of this process."""
+
+    def __init__(self, *args, **kwargs):
+        self._server = Server(*args, **kwargs)
+        started = []
+        self._thread = Thread(self._server.run, started.append)
+        wait_until(lambda: started or not self._thread.is_alive())
+        self.address = started[0] if started else self._thread.result()
+
+    def stop(self):
+        self._server.stop()
+        self._thread.result()
+
+
 @contextlib.contextmanager
 def serving(*args, **kwargs):
     """Run a Server in a thread; yield its address."""
-    server = Server(*args, **kwargs)
-    addresses = queue.SimpleQueue()
-    errors = []
-
-    def run():
-        try:
-            server.run(addresses.put)
-        except BaseException as error:
-            errors.append(error)
-            addresses.put(None)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    address = addresses.get(timeout=DEADLINE)
-    if address is None:
-        raise errors[0]
+    server = ServerThread(*args, **kwargs)
     try:
-        yield address
+        yield server.address
     finally:
         server.stop()
-        thread.join(DEADLINE)
-        assert not thread.is_alive() and not errors
