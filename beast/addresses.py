@@ -42,12 +42,16 @@ def expand_addresses(text):
 
 
 def remove_socket(address):
-    """Remove a server's socket, and the temporary folder of a learner that may have been killed."""
+    """Remove a server's socket, and the folder made for it."""
     if address.startswith("unix:"):
-        path = address.removeprefix("unix:")
-        folder = os.path.dirname(path)
         with contextlib.suppress(OSError):
-            os.unlink(path)
-        if os.path.basename(folder).startswith(FOLDER_PREFIX):
-            with contextlib.suppress(OSError):  # where it is not empty yet
-                os.rmdir(folder)
+            os.unlink(address.removeprefix("unix:"))
+    remove_folder(address)
+
+
+def remove_folder(address):
+    """Remove the temporary folder that a learner, which may have been killed, made for a socket."""
+    folder = os.path.dirname(address.removeprefix("unix:"))
+    if os.path.basename(folder).startswith(FOLDER_PREFIX):
+        with contextlib.suppress(OSError):  # where it is not empty yet
+            os.rmdir(folder)

@@ -17,7 +17,7 @@ import sys
 import time
 
 import libtorchbeast
-from beast.addresses import remove_socket
+from beast.addresses import remove_folder, remove_socket
 from beast.processes import (
     HANDLED_SIGNALS,
     STOP_SIGNALS,
@@ -153,6 +153,7 @@ class ServerProcess:
             self.process.join()
         if self.has_served:
             remove_socket(self.address)
+        remove_folder(self.address)
 
     def _plan_restart(self):
         code, now = self.process.exitcode, time.monotonic()

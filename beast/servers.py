@@ -182,9 +182,9 @@ class LocalServers:
         self._folder.cleanup()
 
     def _start(self):
-        logging.info("Starting environment servers (%s): %d", self._command[1], len(self.addresses))
         # In a process group of its own, since a Ctrl-C is for the learner, which still needs them.
         self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, process_group=0)
+        logging.info("Starting environment servers (%s): %d", self._command[1], len(self.addresses))
 
     def check(self):
         """Restart them if they were killed; return False if they have ended by themselves."""
