@@ -205,6 +205,7 @@ def test_flags_of_the_learner_reach_local_servers_but_no_secret_does(monkeypatch
     assert "auth_token_file" not in json.loads(served.pop("learner_flags"))
     assert served.pop("server_address").startswith("unix:/") and served.pop("end_with_stdin")
     assert served.pop("auth_token_file") is None and not served.pop("insecure")
+    assert served.pop("program") == "polybeast_env.py"
     assert len(served) > 12 and served == {name: getattr(flags, name) for name in served}
     # What the servers' own command line says goes first, as for a fork with flags of its own.
     served = server_processes.parse_flags(polybeast_env.parser, [*arguments, "--frame_skip", "3"])
