@@ -33,7 +33,7 @@ quick: dev-env ## the tests that neither compile anything nor start a whole prog
 test: test-env build lint ## build, lint, the whole test suite; one file: make test ARGS=tests/test_vtrace.py
 	exec $(PYTEST) --numprocesses 2 --dist loadfile $(ARGS)
 
-examples: test-env build ## learn each of the examples, in half an hour; MuJoCo's if it is installed
+examples: test-env build ## learn each of the examples, and what else takes long, in half an hour; MuJoCo's if it is installed
 	exec $(PYTEST) -m long $(ARGS)
 
 preempt: build ## kill both programs 100 times at random moments and resume them: half an hour

@@ -346,8 +346,9 @@ def act(flags, actor, seed, free_buffers, buffers, weights):
         )
         agent_state = model.initial_state(N)
         row = environments.initial()
-        keys = buffers["rows"].keys() - row.keys()
-        agent_output = {k: np.zeros_like(buffers["rows"][k][:N, 0].numpy()) for k in keys}
+        views = map_nest(lambda a: torch.from_numpy(a).unsqueeze(0), row)  # [1, N, ...]
+        rows = map_nest(torch.Tensor.numpy, buffers["rows"])
+        agent_output = {k: np.zeros_like(rows[k][:N, 0]) for k in rows.keys() - row.keys()}
         for indices in free_buffers:
             # With --deterministic the learner may publish sooner than this reads.
             wanted = int(buffers["policy_version"][indices[0]]) if flags.deterministic else None
@@ -360,11 +361,11 @@ def act(flags, actor, seed, free_buffers, buffers, weights):
                     free_buffers.beat()
                     if t > 0:  # row 0 is the last one of the rollout before
                         # Copies, since a net may keep its inputs, and step overwrites the row.
-                        inputs = map_nest(lambda a: torch.from_numpy(a.copy()).unsqueeze(0), row)
+                        inputs = map_nest(torch.clone, views)
                         agent_output, agent_state = to_float32(model(inputs, agent_state))
                         agent_output = {k: v.squeeze(0).numpy() for k, v in agent_output.items()}
-                        row = environments.step(agent_output["action"])
-                    write_row(buffers, indices, t, row | agent_output)
+                        environments.step(agent_output["action"])
+                    write_row(rows, indices, t, row | agent_output)
 
 
 def batch_and_learn(flags, learner, actors, buffers, run):

@@ -45,6 +45,7 @@ def pack(flags, learner):
         "random_states": random_states(),
         "flags": vars(flags),
         "net": type(learner.model).__name__,
+        "optimizer": type(learner.optimizer).__name__,
     }
 
 
@@ -143,7 +144,7 @@ def resume(flags, learner):
     restore_weights(learner.model, checkpoint, flags)
     optimizer, scheduler = learner.optimizer, learner.scheduler
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    _restore_optimizer(optimizer, checkpoint["optimizer_state_dict"], flags)
+    _restore_optimizer(optimizer, checkpoint, flags)
     base_lrs = scheduler.base_lrs
     scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
     scheduler.base_lrs = base_lrs
@@ -156,18 +157,19 @@ def resume(flags, learner):
     return True
 
 
-def _restore_optimizer(optimizer, saved, flags):
+def _restore_optimizer(optimizer, checkpoint, flags):
     """Load an optimizer's state, or raise a FlagError where it is of another optimizer."""
-    own = optimizer.state_dict()["param_groups"]
-    # Settings that only this optimizer has may be those of a newer PyTorch.
-    unknown = {key for group in saved["param_groups"] for key in group} - own[0].keys()
-    sizes, saved_sizes = ([len(g["params"]) for g in x] for x in (own, saved["param_groups"]))
-    if unknown or sizes != saved_sizes:
+    saved, name = checkpoint["optimizer_state_dict"], type(optimizer).__name__
+    sizes = [
+        [len(group["params"]) for group in state["param_groups"]]
+        for state in (saved, optimizer.state_dict())
+    ]
+    saved_name = checkpoint.get("optimizer", name)  # older ones do not name it
+    if saved_name != name or sizes[0] != sizes[1]:
         raise FlagError(
-            f"the checkpoint in {run_path(flags)} is of another optimizer than this "
-            f"{type(optimizer).__name__} (groups of {saved_sizes} parameters, here {sizes}; "
-            f"settings that are unknown here: {sorted(unknown) or 'none'}); undo the change of "
-            "create_optimizer, or choose another --xpid"
+            f"the checkpoint in {run_path(flags)} is of {saved_name} with groups of {sizes[0]} "
+            f"parameters, but this is {name} with {sizes[1]}: undo the change of create_optimizer, "
+            "or choose another --xpid"
         )
     optimizer.load_state_dict(saved)
 

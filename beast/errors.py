@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that users can mend, which programs print without a traceback. No torch here."""
+"""User errors, which programs print without a traceback. No torch here."""
 
 
 class FlagError(ValueError):

@@ -25,7 +25,7 @@ from beast.atari_scores import human_normalized
 from beast.atomic_files import replace_file
 from beast.checkpoint import BEST, NEWEST, run_path
 from beast.environments import Environments, map_nest
-from beast.errors import FlagError
+from beast.errors import EnvError, FlagError
 from beast.parser import non_negative, positive
 from beast.processes import exit_with_parent
 
@@ -256,7 +256,11 @@ def check_rendering(create_env, flags):
             )
         if flags.render_mode == "rgb_array":
             environments.initial()
-            frame = np.asarray(env.render())
+            try:
+                frame = np.asarray(env.render())
+            except Exception as error:  # where a package is missing, for example
+                text = f"render() of {env} raised {type(error).__name__}: {error}"
+                raise EnvError(text) from error
             if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
                 raise FlagError(
                     f"--record_video needs frames of uint8 [height, width, 3], but render() of "

@@ -111,6 +111,8 @@ def parse_flags(parser, argv=None):
         _refuse_missing_run(flags)
     if flags.env is None and not getattr(flags, "server_addresses", None):
         flags.env = "PongNoFrameskip-v4"
+    if flags.env is None and flags.mode != "train":
+        raise FlagError("the servers of this run named no game: give --env what is to be played")
     if flags.seed is None and flags.mode == "train":
         flags.seed = int.from_bytes(os.urandom(4), "little")
     wants_wandb = flags.mode == "train" and flags.wandb
@@ -153,7 +155,7 @@ def _refuse_missing_run(flags):
 
 
 def run_program(main):
-    """Run a program's `main` and exit with its status; what users can mend gets no traceback."""
+    """Run a program's `main` and exit with its status; user errors get no traceback."""
     start_logging()
     # Until a run's own handlers are in place: unwind, so that what was started is ended.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

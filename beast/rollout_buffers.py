@@ -86,10 +86,10 @@ def write_agent_state(buffers, indices, agent_state):
     map_nest(write, buffers["initial_agent_state"], agent_state)
 
 
-def write_row(buffers, indices, t, row):
-    """Write row t, a dict of nests of arrays [N, ...], into N buffers."""
+def write_row(rows, indices, t, row):
+    """Write row t, a dict of nests of arrays [N, ...], into N buffers, whose arrays are `rows`."""
     for key, value in row.items():
-        map_nest(lambda b, a: b.numpy().__setitem__((indices, t), a), buffers["rows"][key], value)
+        map_nest(lambda b, a: b.__setitem__((indices, t), a), rows[key], value)
 
 
 def read_batches(flags, actors, buffers, learner, run):

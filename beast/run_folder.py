@@ -10,8 +10,8 @@
     wandb/      the same for Weights & Biases, with --wandb
     .eval/      weights under evaluation, with --eval_interval; removed at the end
 
-`latest` beside the runs' folders is a link to the newest one. No file is ever torn, and a full disk
-ends no run: the log says what is missing (atomic_files.py).
+`latest` beside the runs' folders is a link to the newest one. No checkpoint, logs.csv or meta.json
+is ever torn, and a full disk ends no run: the log says what is missing (atomic_files.py).
 """
 
 import contextlib

@@ -40,11 +40,6 @@ void require(bool holds, const std::string& message) {
   if (!holds) throw std::invalid_argument(message);
 }
 
-std::string seconds_text(Seconds duration) {
-  const std::string text = std::to_string(duration.count());
-  return text.substr(0, text.find('.') + 2) + " s";
-}
-
 }  // namespace
 
 // Counts a stream's wait for as long as it lives.

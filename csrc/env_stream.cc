@@ -48,11 +48,6 @@ std::shared_ptr<grpc::Channel> make_channel(const std::string& address,
   return grpc::CreateCustomChannel(address, channel_credentials, arguments);
 }
 
-std::string seconds(std::chrono::duration<double> duration) {
-  std::string text = std::to_string(duration.count());
-  return text.substr(0, text.find('.') + 2) + " s";
-}
-
 }  // namespace
 
 EnvStream::EnvStream(std::string address, const StreamOptions& options,
@@ -81,7 +76,7 @@ const rpcenv::Step& EnvStream::open(std::chrono::duration<double> connect_timeou
     if (cancelled_) throw ConnectionError("cancelled");
     if (Clock::now() > deadline) {
       throw TimeoutError("no environment server at " + address_ + " within " +
-                         seconds(connect_timeout) + why_unreachable());
+                         seconds_text(connect_timeout) + why_unreachable());
     }
   }
   stream_ = rpcenv::RPCEnvServer::NewStub(channel_)->StreamingEnv(&context_);

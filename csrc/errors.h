@@ -2,7 +2,9 @@
 // The errors that callers tell apart; module.cc says which Python exception each becomes.
 #pragma once
 
+#include <chrono>
 #include <stdexcept>
+#include <string>
 
 namespace torchbeast {
 
@@ -53,5 +55,11 @@ class EnvironmentError : public ConnectionError {
  public:
   using ConnectionError::ConnectionError;
 };
+
+// A duration as error messages have it: "0.5 s".
+inline std::string seconds_text(std::chrono::duration<double> duration) {
+  const std::string text = std::to_string(duration.count());
+  return text.substr(0, text.find('.') + 2) + " s";
+}
 
 }  // namespace torchbeast

@@ -313,7 +313,7 @@ PYBIND11_MODULE(_C, m) {
         "spaces, stack_size, env (empty where it has no name). tls, auth_token: as ActorPool's. "
         "Raises TimeoutError; "
         "ConnectionError, of which ConnectionRefusedError (another protocol version or token) and "
-        "ConnectionAbortedError (its environments fail) will not mend themselves.");
+        "ConnectionAbortedError (its environments fail) will come again.");
 }
 
 }  // namespace

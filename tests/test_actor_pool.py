@@ -48,7 +48,7 @@ STATE = (torch.full((1, 1), 5.0), {"h": torch.full((2, 1, 3), 7, dtype=torch.int
 
 
 def answer(env_outputs, state):
-    """Act by what is seen; tell what was seen, and how often the state has been changed."""
+    """Act by what is seen; return what was seen, and how often the state has been changed."""
     frame = env_outputs["frame"] if isinstance(env_outputs, dict) else env_outputs[0]
     leaves = nest.flatten(state)
     count = leaves[0] if leaves else torch.zeros(frame.shape[:2])
@@ -136,7 +136,7 @@ def start():
     with contextlib.ExitStack() as stack:
 
         def keep(thing):
-            # If it fails for one of these, run() has told the test already.
+            # If it fails for one of these, run() has raised it in the test already.
             stack.enter_context(contextlib.suppress(ConnectionError, TimeoutError))
             stack.callback(thing.close if isinstance(thing, Rig) else thing.stop)
             return thing
@@ -536,6 +536,7 @@ def test_a_server_that_does_not_answer_in_time_is_lost(start):
             rig.running.result()
 
 
+@pytest.mark.whole
 def test_a_slow_agent_or_learner_is_not_held_against_the_server(start):
     may_answer = threading.Event()
 
@@ -545,10 +546,10 @@ def test_a_slow_agent_or_learner_is_not_held_against_the_server(start):
 
     server = start(ServerThread(counting.Counting))
     waits_for_agent, waits_for_learner = (
-        start(Rig([server.address], agent, limit=1, step_timeout_s=1)) for agent in (agent, answer)
+        start(Rig([server.address], agent, limit=1, step_timeout_s=5)) for agent in (agent, answer)
     )
     wait_until(lambda: waits_for_learner.pool.count() == 2 * T)
-    time.sleep(1.5)  # longer than a server may take
+    time.sleep(5.5)  # longer than a server may take
     may_answer.set()
     for rig in (waits_for_agent, waits_for_learner):
         check_chain(rig.columns(4), STATE)
@@ -640,7 +641,7 @@ def test_a_server_that_is_killed_and_restarted_costs_only_its_rollout(start, tmp
 
 @pytest.mark.whole
 def test_a_server_that_hangs_is_lost_while_the_others_go_on_and_may_come_back(start):
-    fleet = Fleet(start, ["127.0.0.1:0", "127.0.0.1:0"], step_timeout_s=0.5, connect_timeout_s=0.5)
+    fleet = Fleet(start, ["127.0.0.1:0", "127.0.0.1:0"], step_timeout_s=2, connect_timeout_s=2)
     fleet.collect_from(*fleet.servers)
     fleet.servers[0].signal(signal.SIGSTOP)
     fleet.wait_for_loss(0)

@@ -20,6 +20,8 @@ from beast import actors
 from beast.actors import Actors
 from beast.errors import EnvError
 
+pytestmark = pytest.mark.whole
+
 DEADLINE = 60  # seconds; a loaded machine may need some, an idle one never
 
 

@@ -18,6 +18,8 @@ from beast.ale_vector import AtariEnvironments
 from beast.environments import Environments, map_nest
 from beast.errors import EnvError
 
+pytestmark = pytest.mark.whole
+
 ANY_PORT = "127.0.0.1:0"
 NONE = 10**9  # no time limit
 KEYS = ["frame", "reward", "done", "truncated", "terminated", "episode_return", "episode_step",
@@ -299,7 +301,6 @@ def test_rows_and_newest_frames_are_the_same_over_the_wire():
         assert sum(row[key].sum() for row in rows[1:]) > 0, key
 
 
-@pytest.mark.whole
 def test_a_program_trains_on_it(tmp_path):
     words = "--env BreakoutNoFrameskip-v4 --env_backend ale_vector --total_steps 800 --batch_size 4"
     words += " --model shallow --num_servers 1 --envs_per_stream 4 --xpid run --savedir"

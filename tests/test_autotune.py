@@ -15,6 +15,8 @@ from program import HELPERS, ROOT, Program, shared_memory, wait_until
 
 from beast import autotune
 
+pytestmark = pytest.mark.whole
+
 CATCH, CATCH_POLY = HELPERS / "catch.py", HELPERS / "catch_poly.py"
 SMALL = {  # one flag is left open
     CATCH: "--env Catch --batch_size 4 --num_actors 1",
@@ -155,7 +157,6 @@ def test_a_program_that_fails_or_never_steps_makes_an_error_with_what_it_printed
         autotune.run_trial(script, [], {})
 
 
-@pytest.mark.whole
 def test_a_program_is_tuned_whatever_its_file_is_called(tmp_path, temporary, monkeypatch, capsys):
     monkeypatch.setattr(autotune, "TRIALS_PER_FLAG", 1)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -164,7 +165,6 @@ def test_a_program_is_tuned_whatever_its_file_is_called(tmp_path, temporary, mon
     assert list(temporary.iterdir()) == list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(("script", "number"), [(CATCH, signal.SIGINT), (CATCH_POLY, 9)])
 def test_a_trial_ends_with_autotune(temporary, script, number):
     before = shared_memory()

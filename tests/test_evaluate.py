@@ -228,6 +228,9 @@ def test_a_fork_without_any_atari_plays_several_games_at_once_the_same_ones_with
         assert run_test(name, words, *more) == 0
         outputs.add(capsys.readouterr().out)
     (output,) = outputs
+    games = re.compile(r"^game \d+: .*", re.M)
+    run_test(name, [*words, "--seed", "4"], "--num_episodes 20 --num_test_envs 3")
+    assert games.findall(capsys.readouterr().out) != games.findall(output)
     assert f"{tmp_path}/run at step 1,234, Catch\n" in output
     assert "Protocol: whole games, raw rewards, sampling, 3 actions, 3 at once\n" in output
     returns = [float(r) for r in re.findall(r"^game \d+: return (\S+) in 9 steps", output, re.M)]
@@ -251,9 +254,9 @@ class Painter(Catch):
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 12}
 
-    def __init__(self, render_mode=None, dtype=np.uint8):
+    def __init__(self, render_mode=None, dtype=np.uint8, error=None):
         super().__init__()
-        self.render_mode, self.dtype, self.life = render_mode, dtype, 0
+        self.render_mode, self.dtype, self.error, self.life = render_mode, dtype, error, 0
 
     def reset(self, **kwargs):
         self.life += 1
@@ -264,6 +267,8 @@ class Painter(Catch):
         return *result, info | {"game_over": result[2] and self.life % 2 == 0}
 
     def render(self):
+        if self.error is not None:
+            raise self.error
         board = np.kron(self._board()[0], np.ones((8, 8), self.dtype))
         return board[:, :, None].repeat(3, 2) * self.dtype(255)
 
@@ -333,6 +338,10 @@ def test_a_video_that_cannot_be_written_ends_the_test_with_the_reason(tmp_path, 
             lambda flags: Painter(flags.render_mode, np.float64),
             r"needs frames of uint8 \[height, width, 3\], but render\(\) .* float64 \[80, 40, 3\]",
         ),
+        (
+            lambda flags: Painter(flags.render_mode, error=ImportError("no pygame here")),
+            r"render\(\) of .* raised ImportError: no pygame here",
+        ),
     ],
 )
 def test_frames_that_make_no_video_are_refused_before_a_game(
@@ -340,7 +349,7 @@ def test_frames_that_make_no_video_are_refused_before_a_game(
 ):
     words = make_run("monobeast", tmp_path, "--env", "Catch")
     monkeypatch.setattr(monobeast, "create_env", make)
-    with pytest.raises(FlagError, match=message):
+    with pytest.raises((FlagError, EnvError), match=message):
         run_test("monobeast", words, "--record_video", tmp_path / "videos")
     assert not (tmp_path / "videos").exists() and capsys.readouterr().out == ""
 

@@ -250,6 +250,33 @@ def test_what_cannot_be_resumed_or_tested_is_refused_before_anything_starts(
     assert (tmp_path / "whole" / "model.tar").read_bytes() == whole
 
 
+FAILING = """
+import sys
+sys.path.insert(0, {helpers!r})
+import {fork}
+import {program} as program
+
+def learn(*args):
+    raise ArithmeticError("the learner is broken")
+
+program.learn = learn
+if __name__ == "__main__":
+    program.run_program(program.main)
+"""
+
+
+def test_an_error_in_the_learner_ends_the_run_with_its_traceback(case, tmp_path):
+    script = tmp_path / "failing.py"
+    names = {"helpers": str(HELPERS), "fork": case.fork, "program": case.name}
+    script.write_text(FAILING.format(**names))
+    arguments = ("--env Catch --xpid run --savedir", tmp_path)
+    status, output = run(script, case.smallest, *arguments, TMPDIR=str(tmp_path))
+    assert status == 1 and "Traceback" in output and "in learn" in output
+    assert "ArithmeticError: the learner is broken" in output
+    assert read_meta(tmp_path / "run")["status"] == "ArithmeticError: the learner is broken"
+    assert traces(tmp_path) == []
+
+
 @pytest.fixture(scope="module")
 def stopped(case, tmp_path_factory):
     """What happened in a run that was stopped as it saved, resumed, and stopped by Ctrl-C."""

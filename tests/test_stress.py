@@ -64,7 +64,7 @@ def play_until(end, folder, number):
 def play(folder, rng):
     """Play one round; return how many columns came, and whether a lost server ended it."""
     dict_outputs, reconnect = rng.random() < 0.5, rng.random() < 0.5
-    truncates = dict_outputs and rng.random() < 0.5  # forks are not told of truncation
+    truncates = dict_outputs and rng.random() < 0.5  # forks do not know of truncation
     env_class = Truncated if truncates else Counting
     addresses = [f"unix:{folder}/{rng.getrandbits(64):x}" for _ in range(rng.randint(1, 2))]
     servers = [ServerThread(env_class, address) for address in addresses]

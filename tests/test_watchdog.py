@@ -58,13 +58,14 @@ def test_a_silent_thread_is_logged_with_its_stack_and_again_after_twice_the_time
     assert all("it waits in vain" in text and "in wait_in_vain" in text for text in logged)
 
 
+@pytest.mark.whole
 def test_a_thread_that_beats_now_and_then_or_has_ended_is_not_logged(watch, caplog):
     looked = threading.Semaphore(0)
-    watchdog = watch(1, lambda: looked.release() or [])
+    watchdog = watch(8, lambda: looked.release() or [])
     thread = threading.Thread(target=lambda: watchdog.beat("ends"), name="short")
     thread.start()
     thread.join()
-    for _ in watchdog.follow(range(9), "waits", "works"):
+    for _ in watchdog.follow(range(6), "waits", "works"):
         assert looked.acquire(timeout=60)  # a quarter of what would be too long
     watchdog.close()
     assert messages(caplog, "silent") == []

@@ -32,7 +32,7 @@ def test_weights_are_a_copy_with_a_version_that_counts(kind):
     first = weights.version
     for version in range(first, first + 4):
         assert weights.version == version
-        set_weights(model, -1)  # which nobody sees who is not told
+        set_weights(model, -1)  # not published
         assert weights.load_into(other) == version
         if version > first:
             assert all((p == version - 1).all() for p in other.parameters())

@@ -49,7 +49,7 @@ class Catch(gym.Env):
 
 
 class Counter(gym.Env):
-    """Observes [episode, step in it]; the reward is the step. Ends as told, at a length."""
+    """Observes [episode, step in it]; the reward is the step. Ends or is cut at a length."""
 
     def __init__(self, length=7, truncates=False, dtype=np.float32):
         self.observation_space = gym.spaces.Box(0, 1e6, (2,), dtype)
@@ -93,7 +93,7 @@ class Echo(Counter):
 
 
 class Failing(Catch):
-    """Catch that fails at one step of each process, in the way that it is told.
+    """Catch that fails at one step of each process, in the given way.
 
     Or once in all: where `marker` is given, only the process that is the first to make this file
     fails; it writes its id there.
