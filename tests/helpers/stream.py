@@ -141,8 +141,8 @@ class Stream:
 class ServerThread:
     """A server in a thread of this process."""
 
-    def __init__(self, *args, **kwargs):
-        self._server = Server(*args, **kwargs)
+    def __init__(self, env_class, address="127.0.0.1:0", **kwargs):
+        self._server = Server(env_class, address, **kwargs)
         started = []
         self._thread = Thread(self._server.run, started.append)
         wait_until(lambda: started or not self._thread.is_alive())
@@ -154,9 +154,9 @@ class ServerThread:
 
 
 @contextlib.contextmanager
-def serving(*args, **kwargs):
+def serving(env_class, *args, **kwargs):
     """Run a Server in a thread; yield its address."""
-    server = ServerThread(*args, **kwargs)
+    server = ServerThread(env_class, *args, **kwargs)
     try:
         yield server.address
     finally:
