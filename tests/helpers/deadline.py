@@ -45,11 +45,12 @@ class Thread(threading.Thread):
         assert self.is_alive(), f"{self.function} should still wait, but returned {self.value!r}"
 
 
-def wait_until(condition, seconds=DEADLINE):
+def wait_until(condition, seconds=200):
+    """Ask until the condition holds; return what it then is."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
+        time.sleep(0.01)
     return result
 
 

@@ -10,9 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 
 import torch
+from deadline import wait_until
 
 HELPERS = pathlib.Path(__file__).parent
 ROOT = HELPERS.parent.parent
@@ -112,14 +112,6 @@ def run(script, *arguments, **kwargs):
         status, output = program.end()
         program.wait_for_members()
         return status, output
-
-
-def wait_until(condition, seconds=DEADLINE):
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return result
 
 
 def read_rows(folder):
