@@ -20,11 +20,12 @@ def start_fork_server():
     """Return the multiprocessing context in which actors are started."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", "torch", "gymnasium", "ale_py", "cv2"])
+    # Before the server, since we may be killed at any moment after it has made its socket there.
+    _remove_after_death(multiprocessing.util.get_temp_dir())
     # It inherits that the signals are blocked, and so outlives a Ctrl-C or SIGTERM that reaches
     # the whole process group: only the main process decides what to do then.
     with signals_blocked():
         multiprocessing.forkserver.ensure_running()
-    _remove_after_death(multiprocessing.util.get_temp_dir())
     return context
 
 

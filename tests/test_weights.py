@@ -52,14 +52,14 @@ def test_weights_of_several_types_are_published(kind):
 
 
 def read_weights(weights, pipe):
-    """Load weights many times; report how often they were torn, and of how many versions."""
+    """Load weights until there were many versions; report how often they were torn."""
     torch.set_num_threads(1)
     model, versions, torn = create_model(), [], 0
-    for _ in range(200):
+    while len(set(versions)) < 20:
         versions.append(weights.load_into(model))
         torn += not all((p == versions[-1]).all() for p in model.parameters())
     assert versions == sorted(versions)
-    pipe.send((torn, len(set(versions))))
+    pipe.send(torn)
 
 
 @pytest.mark.whole
@@ -74,8 +74,7 @@ def test_weights_that_another_process_reads_are_never_torn():
         set_weights(model, weights.version + 1)
         weights.publish(model)  # as fast as it goes
     assert pipe.poll()
-    torn, num_versions = pipe.recv()
-    assert torn == 0 and num_versions > 10
+    assert pipe.recv() == 0
 
 
 class Interrupted:
