@@ -346,7 +346,7 @@ def act(flags, actor, seed, free_buffers, buffers, weights):
         )
         agent_state = model.initial_state(N)
         row = environments.initial()
-        views = map_nest(lambda a: torch.from_numpy(a).unsqueeze(0), row)  # [1, N, ...]
+        inputs = map_nest(lambda a: torch.from_numpy(a).unsqueeze(0), row)  # views: [1, N, ...]
         rows = map_nest(torch.Tensor.numpy, buffers["rows"])
         agent_output = {k: np.zeros_like(rows[k][:N, 0]) for k in rows.keys() - row.keys()}
         for indices in free_buffers:
@@ -360,9 +360,9 @@ def act(flags, actor, seed, free_buffers, buffers, weights):
                 for t in range(T + 1):
                     free_buffers.beat()
                     if t > 0:  # row 0 is the last one of the rollout before
-                        # Copies, since a net may keep its inputs, and step overwrites the row.
-                        inputs = map_nest(torch.clone, views)
-                        agent_output, agent_state = to_float32(model(inputs, agent_state))
+                        answer = to_float32(model(inputs, agent_state))
+                        # Copies, since parts of it may lie in the row, which step overwrites.
+                        agent_output, agent_state = map_nest(torch.clone, answer)
                         agent_output = {k: v.squeeze(0).numpy() for k, v in agent_output.items()}
                         environments.step(agent_output["action"])
                     write_row(rows, indices, t, row | agent_output)
