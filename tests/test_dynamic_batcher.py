@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynamicBatcher: callers wait for their own columns of what somebody answers for many at once."""
+"""DynamicBatcher: callers wait for their own columns of what somebody answers for many at once.
+
+What it shares with BatchingQueue: test_batching_queue.py.
+"""
 
 import gc
 
-import numpy as np
 import pytest
 import torch
 from deadline import Thread, wait_until
 from test_batching_queue import assert_same, columns, numbers
 
-from libtorchbeast import AsyncError, Batch, DynamicBatcher
+from libtorchbeast import Batch, DynamicBatcher
 
 # The main thread may wait where no signal reaches it.
 pytestmark = pytest.mark.timeout(120, method="thread")
@@ -86,55 +88,6 @@ def test_outputs_may_be_made_in_inference_mode(batcher):
     result = caller.result()
     result += 1
     assert numbers(result) == [2, 3]
-
-
-def test_wrong_outputs_raise_value_error_and_right_ones_may_follow():
-    batcher = DynamicBatcher(batch_dim=1)
-    callers = gather(batcher, *[torch.zeros(3, 1)] * 2)
-    batch = next(batcher)
-    for outputs in (
-        (torch.zeros(3, 2), torch.zeros(2)),  # too few dimensions
-        torch.tensor(1.0),
-        torch.zeros(3, 1),  # another batch size
-        torch.zeros(2, 0),
-        (torch.zeros(3, 2), {"b": torch.zeros(3, 3)}),
-    ):
-        with pytest.raises(ValueError):
-            batch.set_outputs(outputs)
-    callers[0].assert_blocked(0.02)
-    batch.set_outputs(torch.ones(2, 2))
-    for caller in callers:
-        assert caller.result().shape == (2, 1)
-
-
-def test_a_batch_dropped_without_outputs_raises_async_error_in_all_its_callers(batcher):
-    threads = gather(batcher, columns(0, 1), columns(1, 2), columns(3, 1))
-    batch = next(batcher)
-    batch.get_inputs()
-    for thread in threads:
-        thread.assert_blocked(0.02)
-    del batch
-    gc.collect()
-    for thread in threads:
-        with pytest.raises(AsyncError):
-            thread.result()
-    (caller,) = gather(batcher, columns(0, 1))  # and the batcher goes on
-    next(batcher).set_outputs(columns(9, 1))
-    assert numbers(caller.result()) == [9]
-
-
-def test_inputs_share_no_memory_with_what_callers_gave(batcher):
-    call, array = torch.zeros(2), np.zeros(2)
-    (caller,) = gather(batcher, (call, array))
-    batch = next(batcher)
-    for inputs in batch.get_inputs():
-        inputs.fill_(1)
-    assert torch.all(call == 0) and np.all(array == 0)
-    call.fill_(2)
-    array.fill(2)
-    assert all(torch.all(inputs == 1) for inputs in batch.get_inputs())
-    batch.set_outputs(columns(0, 2))
-    caller.result()
 
 
 def test_what_came_out_outlives_batch_and_batcher():
