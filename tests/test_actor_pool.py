@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ActorPool: rollouts from real servers, lost servers, and servers that send rubbish."""
 
+import collections
 import contextlib
 import re
 import signal
@@ -26,9 +27,8 @@ from counting import (
     wait_for_end,
 )
 from deadline import DEADLINE, Thread, run_with_deadline, wait_until
-from stream import FIELDS, ServerThread, from_nest
+from stream import FIELDS, ServerThread, from_nest, make_many
 
-from beast.environments import Environments
 from libtorchbeast import (
     ActorPool,
     AsyncError,
@@ -269,21 +269,6 @@ def test_each_environment_of_a_stream_is_a_column(start, dict_outputs, columns):
         check_chain(chain, STATE)
 
 
-def test_the_batcher_is_given_one_row_of_each_environment(start):
-    seen = []
-
-    def agent(env_outputs, state):
-        seen.append(nest.map(lambda x: (tuple(x.shape), x.dtype), (env_outputs, state)))
-        return answer(env_outputs, state)
-
-    server = start(ServerThread(counting.Counting))
-    start(Rig([server.address], agent, num_envs=3)).take()
-    flat = ((1, 3), torch.float32), ((1, 3), torch.bool), ((1, 3), torch.int32)
-    env_outputs = (((1, 3, 4), torch.int64), *flat, ((1, 3), torch.float32))
-    state = ((1, 3), torch.float32), {"h": ((2, 3, 3), torch.int64)}
-    assert all(shapes == (env_outputs, state) for shapes in seen)
-
-
 @pytest.mark.parametrize(
     "state", [(), torch.full((1, 1), 3.0), {"a": (torch.ones(1, 1, 2), ())}, (torch.zeros(3, 1),)]
 )
@@ -325,10 +310,8 @@ def test_actions_of_several_parts_come_back_as_last_action(start, space):
         samples = [torch.from_numpy(space.sample()) for _ in range(shape.numel())]
         return {"action": torch.stack(samples).view(*shape, 3).to(dtype)}, state
 
-    def make_environments(num_envs, seed, name):
-        return Environments(lambda: counting.Mirror(space), num_envs, seed, name)
-
-    server = start(ServerThread(None, make_environments=make_environments))
+    many = make_many(lambda: counting.Mirror(space))
+    server = start(ServerThread(None, make_environments=many))
     rig = start(Rig([server.address], agent, (), columns=2, dict_outputs=True, num_envs=2))
     for first in (True, False):
         (env_outputs, agent_outputs), _ = rig.take()
@@ -555,16 +538,6 @@ def test_a_slow_agent_or_learner_is_not_held_against_the_server(start):
         check_chain(rig.columns(4), STATE)
 
 
-def test_a_server_that_is_killed_raises_connection_error(start):
-    server = start(ServerProcess("Counting"))
-    rig = start(Rig([server.address]))
-    rig.take()
-    server.kill()
-    with pytest.raises(ConnectionError, match=re.escape(server.address)):
-        while True:
-            rig.take()
-
-
 def test_an_environment_that_raises_ends_the_run_or_is_made_anew_and_its_traceback_is_shown(start):
     server = start(ServerThread(counting.Raising))
     rig = start(Rig([server.address]))
@@ -584,33 +557,22 @@ class Fleet:
     """Two servers in processes, and a rig that reconnects to them."""
 
     def __init__(self, start, addresses, **options):
-        self.start = start
         self.servers = [start(ServerProcess("Counting", address)) for address in addresses]
         self.addresses = [server.address for server in self.servers]
         self.rig = start(Rig(self.addresses, limit=4, reconnect=True, **options))
         self.chains = {}
 
-    def collect(self, condition):
-        """Take rollouts until there are such chains."""
+    def collect_from(self, *servers):
+        """Take rollouts until there are three new ones of all these servers."""
+        seen = collections.Counter()
 
-        def look():
+        def has_come():
             for env_id, chain in by_environment(self.rig.columns(1)).items():
                 self.chains.setdefault(env_id, []).extend(chain)
-            return condition()
+                seen[env_id // 1000] += len(chain)
+            return all(seen[server.process.pid] > 2 for server in servers)
 
-        wait_until(look)
-
-    def length(self, server):
-        """Return how many rollouts there are of this server's environments."""
-        pid = server.process.pid
-        return sum(len(chain) for i, chain in self.chains.items() if i // 1000 == pid)
-
-    def collect_from(self, *servers):
-        """Take rollouts until there are some new ones of all these servers."""
-        before = [self.length(server) for server in servers]
-        self.collect(
-            lambda: all(self.length(s) > b + 2 for s, b in zip(servers, before, strict=True))
-        )
+        wait_until(has_come)
 
     def wait_for_loss(self, number):
         """Take rollouts of the other server until this one is lost, and then some more."""
@@ -701,16 +663,11 @@ def wrong_step():
     return step
 
 
-def stacks_that_are_not_whole():
-    return make_first(2, from_nest(np.zeros((2, 1, 4), np.uint8)), is_full=b"\1\0", stack_size=3)
-
-
 # csrc/tests/wire_test.cc and rollout_test.cc have all that can be wrong with a row.
 CONVERSATIONS = {
     "a wrong row": (make_first(), make_step(), wrong_step()),
     "a wrong first row": (make_first(observation=wrong_step().observation),),
     "another shape": (make_first(), make_step(observation=from_nest(np.zeros((2, 4), np.uint8)))),
-    "stacks that are not whole": (stacks_that_are_not_whole(),),
     "no protobuf": (make_first(), b"\xff" * 20),
     "no handshake": (make_step(),),
     "no environments": (make_first(0),),
@@ -721,7 +678,7 @@ CONVERSATIONS = {
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_a_message_that_should_not_be_is_a_clear_connection_error(start, name):
     server = start(FakeServer(say(*CONVERSATIONS[name])))
-    rig = start(Rig([server.address], act_zero, (), newest_frame_only=True))
+    rig = start(Rig([server.address], act_zero, ()))
     with pytest.raises(ConnectionError, match=re.escape(server.address)) as caught:
         rig.running.result()
     assert len(str(caught.value)) > len(server.address) + 20  # it says what

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import threading
 from types import SimpleNamespace
 
@@ -14,6 +13,7 @@ import catch_poly  # it makes the polybeast of this process play Catch
 import pytest
 import torch
 from catch_env import Catch, Counter
+from counting import free_address
 from program import (
     HELPERS,
     ROOT,
@@ -27,11 +27,10 @@ from program import (
     split_words,
     traces,
 )
-from stream import serving
+from stream import make_many, serving
 
 import polybeast
 from beast import learner
-from beast.environments import Environments
 
 pytestmark = pytest.mark.whole
 
@@ -73,23 +72,6 @@ def test_servers_whose_main_process_is_killed_are_restarted_and_others_end_the_r
     assert traces(tmp_path) == []
 
 
-def free_address(ip):
-    with socket.socket() as probe:
-        probe.bind((ip, 0))
-        return f"{ip}:{probe.getsockname()[1]}"
-
-
-def batches(create_env, num_envs, seeds=None):
-    """Return what Server's make_environments may be; the seeds it is given go into a list."""
-
-    def make_environments(asked_num_envs, seed, name):
-        if seeds is not None:
-            seeds.append(seed)
-        return Environments(create_env, asked_num_envs or num_envs, seed, name)
-
-    return make_environments
-
-
 @pytest.fixture(
     scope="module",
     # Of what a server that says nothing any more is lost: the limit of an answer, or keepalive.
@@ -108,7 +90,7 @@ def survived(request, tmp_path_factory):
         far_server = stack.enter_context(Program(CATCH_SERVER, arguments, far))
         facts.others = [
             stack.enter_context(
-                serving(None, ANY_PORT, make_environments=batches(env, n), env=game)
+                serving(None, ANY_PORT, make_environments=make_many(env, n), env=game)
             )
             for env, n, game in ((Counter, 4, ""), (Catch, 3, ""), (Catch, 4, "Asterix"))
         ]
@@ -160,7 +142,7 @@ def survived(request, tmp_path_factory):
         program.wait_until(lambda: latest("connected_actors") == 0)
 
         # Another one takes its place, which names no game, as forks' servers.
-        with serving(None, near, make_environments=batches(Catch, 4)):
+        with serving(None, near, make_environments=make_many(Catch, 4)):
             wait_for_steps()
             for pid in far_processes:
                 os.kill(pid, signal.SIGCONT)
@@ -213,7 +195,7 @@ def train(tmp_path, monkeypatch):
 
     def train(*arguments, env=Catch, num_envs=4):
         seeds = []
-        with serving(None, ANY_PORT, make_environments=batches(env, num_envs, seeds)) as address:
+        with serving(None, ANY_PORT, make_environments=make_many(env, num_envs, seeds)) as address:
             arguments = ["--batch_size", "4", *split_words(arguments)]
             arguments += ["--savedir", str(tmp_path), "--server_addresses", address]
             return polybeast.main(arguments), seeds[1:]  # the first one only asked for the spaces

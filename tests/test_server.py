@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from catch_env import Catch, Counter, Echo
 from deadline import DEADLINE, Thread, wait_until
-from stream import EnvironmentFailed, Stream, as_lists, from_nest, serving
+from stream import EnvironmentFailed, Stream, as_lists, from_nest, make_many, serving
 
 import atari_wrappers
 from beast.environments import Environments, map_nest
@@ -47,11 +47,6 @@ class Old:
         self.actions.append(action)
         self.t += 1
         return self.observation(self.t), 0.5 * self.t, self.t == self.length, {}
-
-
-def batches(create_env, num_envs=2):
-    """Return what Server's make_environments may be."""
-    return lambda n, seed, name: Environments(create_env, n or num_envs, seed, name)
 
 
 def play(stream, num_steps, actions=lambda t, num_envs: np.full(num_envs, t % 3)):
@@ -115,7 +110,7 @@ def test_rows_of_either_style_are_those_of_environments(create_env):
     direct = Environments(create_env, 3, [1, 2])
     expected = [as_lists(direct.initial())]
     expected += [as_lists(direct.step(np.full(3, t % 3))) for t in range(60)]
-    for kwargs in ({"make_environments": batches(create_env)}, {}):
+    for kwargs in ({"make_environments": make_many(create_env)}, {}):
         with serving(create_env, ANY_PORT, **kwargs) as address:
             with Stream(address, num_envs=3, seed="1,2") as stream:
                 assert as_lists(play(stream, 60)) == expected
@@ -239,7 +234,7 @@ def test_seeds_are_given_where_they_are_accepted():
 
 
 def test_a_refused_server_logs_why(caplog):
-    with serving(None, ANY_PORT, make_environments=batches(Catch), env="Catch") as address:
+    with serving(None, ANY_PORT, make_environments=make_many(Catch), env="Catch") as address:
         for kwargs, message in (
             ({"env": "Pong"}, "plays Catch, expected Pong"),
             ({"spaces": json.dumps({"observation": {}})}, "has other spaces: .*observation"),
@@ -265,7 +260,7 @@ def stacked_catch():
 def test_newest_frames_make_the_same_stacks_to_the_last_bit(create_env, stack_size):
     random = np.random.default_rng(0)
     actions = random.integers(3, size=(100, 3))
-    with serving(None, ANY_PORT, make_environments=batches(create_env)) as address:
+    with serving(None, ANY_PORT, make_environments=make_many(create_env)) as address:
         with Stream(address, num_envs=3, seed=1) as stream:
             assert stream.handshake.stack_size == 0
             expected = play(stream, len(actions), lambda t, _: actions[t])
@@ -422,7 +417,7 @@ def test_malformed_actions_are_refused(name):
 
 
 def test_a_malformed_action_ends_its_stream_and_the_server_goes_on():
-    with serving(None, ANY_PORT, make_environments=batches(Catch)) as address:
+    with serving(None, ANY_PORT, make_environments=make_many(Catch, 2)) as address:
         with Stream(address) as stream:
             with pytest.raises(grpc.RpcError, match="should be integers.2., but is") as error:
                 stream.step(np.zeros(2))

@@ -15,12 +15,11 @@ import pytest
 from catch_env import Catch
 from counting import FakeServer, obey
 from deadline import wait_until
-from stream import ServerThread, serving
+from stream import ServerThread, make_many, serving
 
 import polybeast
 import polybeast_env
 from beast import server_processes, servers
-from beast.environments import Environments
 from beast.errors import EnvError, FlagError
 
 ANY_PORT = "127.0.0.1:0"
@@ -92,17 +91,12 @@ def test_the_log_says_soon_which_servers_are_waited_for_and_later_why(
         assert "start polybeast_env.py there" in message and "--server_addresses" in message
 
 
-def make_catch(num_envs, seed, name):
-    """Return four environments, or as many as a learner asks for."""
-    return Environments(Catch, num_envs or 4, seed, name)
-
-
 def parse(*arguments):
     return polybeast.parser.parse_args(arguments)
 
 
 def test_connect_gives_what_the_servers_say_of_their_environments():
-    with serving(None, ANY_PORT, make_environments=make_catch, env="Catch") as address:
+    with serving(None, ANY_PORT, make_environments=make_many(Catch, 4), env="Catch") as address:
         with servers.connect(parse("--server_addresses", address), None) as found:
             assert found.addresses == [address] and found.num_envs == 4
             assert found.env == "Catch" and found.num_actions == 3 and found.frame_skip == 1
@@ -129,7 +123,7 @@ def test_the_game_is_that_of_the_servers_or_refused(given, served, caplog):
 
 
 def test_a_learner_refuses_another_game_with_equal_spaces_and_makes_no_folder(tmp_path):
-    with serving(None, ANY_PORT, make_environments=make_catch, env="Asterix") as address:
+    with serving(None, ANY_PORT, make_environments=make_many(Catch, 4), env="Asterix") as address:
         arguments = ["--env", "Catch", "--savedir", str(tmp_path), "--server_addresses", address]
         with pytest.raises(FlagError, match="is Catch, but .* play Asterix"):
             polybeast.main(arguments)

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 import torch
 from catch_env import Echo
 from deadline import Thread
-from stream import serving
+from stream import make_many, serving
 from torch import nn
 
 import libtorchbeast
 import polybeast
 from beast import servers, streams
-from beast.environments import Environments
 from beast.weights import LocalWeights
 
 CPU = torch.device("cpu")
@@ -167,17 +166,13 @@ def row_number(rows):
     return PERIOD * episode + step
 
 
-def echo(num_envs, seed, name):
-    env = lambda: Echo(length=PERIOD - 1, truncates=True)  # noqa: E731
-    return Environments(env, num_envs or 1, seed, name)
-
-
 def play_echo():
     """Return nine rollouts of one environment with a time limit, as the learner gets them."""
     model = RandomNet()
     learner = SimpleNamespace(lock=threading.RLock(), model=model, weights=LocalWeights(model))
     arguments = f"--unroll_length {T} --batch_size 9"
-    with serving(None, "127.0.0.1:0", make_environments=echo) as address:
+    echoes = make_many(lambda: Echo(length=PERIOD - 1, truncates=True))
+    with serving(None, "127.0.0.1:0", make_environments=echoes) as address:
         flags = polybeast.parser.parse_args(["--server_addresses", address])
         with servers.connect(flags, None) as found:
             created = create_streams(arguments, [address], found.spaces)

@@ -112,10 +112,10 @@ class Mirror(gym.Env):
         return action, 0.0, False, False, {}
 
 
-def free_address():
+def free_address(ip="127.0.0.1"):
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+        probe.bind((ip, 0))
+        return f"{ip}:{probe.getsockname()[1]}"
 
 
 class ServerProcess:

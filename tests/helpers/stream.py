@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 from deadline import DEADLINE, Thread, wait_until
 
+from beast.environments import Environments
 from libtorchbeast import Server
 from libtorchbeast import rpcenv_pb2 as pb
 
@@ -136,6 +137,17 @@ class Stream:
         if self.num_full:
             stacks[is_full] = full
         return stacks
+
+
+def make_many(create_env, num_envs=1, seeds=None):
+    """Return what Server's make_environments may be; the seeds it is given go into a list."""
+
+    def make_environments(asked_num_envs, seed, name):
+        if seeds is not None:
+            seeds.append(seed)
+        return Environments(create_env, asked_num_envs or num_envs, seed, name)
+
+    return make_environments
 
 
 class ServerThread:
