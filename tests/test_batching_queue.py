@@ -98,9 +98,7 @@ def test_closed_means_closed(closable):
     for _ in range(2):
         with pytest.raises(RuntimeError):
             closable.close()
-
-
-def test_exceptions_can_be_told_from_one_another():
+    # Its errors can be told from one another.
     for error, other in ((AsyncError, ClosedBatchingQueue), (ClosedBatchingQueue, AsyncError)):
         assert issubclass(error, Exception)
         assert not issubclass(error, (ValueError, StopIteration, other))

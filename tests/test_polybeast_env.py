@@ -106,8 +106,16 @@ def test_each_server_is_a_process_behind_all_others_and_is_started_anew_when_kil
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("how", ["SIGTERM", "stdin", "SIGKILL"])
-def test_no_process_and_no_socket_is_left(tmp_path, how):
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (lambda program: os.killpg(program.pid, signal.SIGTERM), 128 + signal.SIGTERM),
+        (lambda program: program.process.stdin.close(), 0),
+        (lambda program: program.process.kill(), -signal.SIGKILL),
+    ],
+    ids=["SIGTERM", "stdin", "SIGKILL"],
+)
+def test_no_process_and_no_socket_is_left(tmp_path, end, expected):
     address = f"unix:{tmp_path}/socket"
     arguments = ["--env", "Catch", "--server_address", address, "--end_with_stdin"]
     with Program(CATCH, *arguments, stdin=subprocess.PIPE) as program:
@@ -115,15 +123,7 @@ def test_no_process_and_no_socket_is_left(tmp_path, how):
         assert sorted(os.listdir(tmp_path)) == ["socket.0", "socket.1"]
         with Stream(f"{address}.0") as stream:
             stream.step(choose(0, 8))
-            if how == "stdin":
-                program.process.stdin.close()
-                expected = 0
-            elif how == "SIGKILL":
-                program.process.kill()
-                expected = -signal.SIGKILL
-            else:
-                os.killpg(program.pid, signal.SIGTERM)
-                expected = 128 + signal.SIGTERM
+            end(program)
             status, output = program.end()
             program.wait_for_members()
     assert status == expected

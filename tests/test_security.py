@@ -253,20 +253,6 @@ def test_servers_serve_everywhere_where_that_is_wanted_or_safe(access):
         assert query_server(f"127.0.0.1:{port}", auth_token=token)["num_envs"] == 1
 
 
-def test_a_server_makes_only_so_many_environments_in_all_streams(monkeypatch):
-    monkeypatch.setattr(server_module, "MAX_ENVS", 5)
-    with serving(Counted, ANY_PORT) as address:
-        with Stream(address, num_envs=2), Stream(address), Stream(address, num_envs=2) as third:
-            code, details = refusal(address, num_envs=1)
-            assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert f"{address} has 5 environments, and with 1 more" in details
-            third.close()
-            Counted.wait_for(3)
-            with Stream(address, num_envs=2):
-                Counted.wait_for(5)
-    Counted.wait_for(0)
-
-
 def action_of(size):
     action = leaf(dtype=1, shape=(1, size), data=bytes(size))
     return pb.Action(action=action).SerializeToString()

@@ -426,12 +426,6 @@ def test_a_malformed_action_ends_its_stream_and_the_server_goes_on():
             play(stream, 1)
 
 
-@pytest.fixture(scope="module")
-def old_server():
-    with serving(Old, ANY_PORT) as address:
-        yield address
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"num_envs": 0}, "num-envs is 0"), ({"num_envs": 4097}, "from 1 to 4096"),
@@ -439,8 +433,9 @@ def old_server():
      ({"seed": "1,x"}, "seed is '1,x'"), ({"seed": ""}, "seed"), ({"seed": "-1"}, "seed"),
      ({"newest_frame_only": "yes"}, "newest-frame-only")],
 )  # fmt: skip
-def test_stream_options_that_make_no_sense_are_refused(old_server, options, message):
-    code, details = refusal(old_server, **options)
+def test_stream_options_that_make_no_sense_are_refused(options, message):
+    with serving(Old, ANY_PORT) as address:
+        code, details = refusal(address, **options)
     assert code == grpc.StatusCode.INVALID_ARGUMENT and message in details
 
 
@@ -461,40 +456,48 @@ class Counted(Old):
         wait_until(lambda: len(cls.alive) == number)
 
 
-def test_streams_have_environments_of_their_own_and_a_full_server_takes_one_when_one_left():
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [([{}] * server.MAX_STREAMS, f"serves {server.MAX_STREAMS} streams already"),
+     ([{"num_envs": 2}] * 9 + [{}] * 2, "has 20 environments, and with 1 more")],
+)  # fmt: skip
+def test_streams_have_environments_of_their_own_and_a_full_server_takes_one_when_one_left(
+    monkeypatch, asked, message
+):
+    monkeypatch.setattr(server, "MAX_ENVS", 20)
     with serving(Counted, ANY_PORT) as address, contextlib.ExitStack() as stack:
-        streams = [stack.enter_context(Stream(address)) for _ in range(server.MAX_STREAMS)]
-        code, details = refusal(address)
-        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert f"{address} serves {server.MAX_STREAMS} streams already" in details
-        streams[0].step(np.zeros(1))
-        frames = [stream.step(np.zeros(1))["frame"].item() for stream in streams]
-        assert frames == [2] + [1] * (server.MAX_STREAMS - 1)
+        streams = [stack.enter_context(Stream(address, **options)) for options in asked]
+        num_envs = len(Counted.alive)
+        code, details = refusal(address, num_envs=1)
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED and f"{address} {message}" in details
+        play(streams[0], 1)
+        frames = [play(stream, 1)[-1]["frame"].tolist() for stream in streams]
+        assert frames == [
+            [[2 if i == 0 else 1]] * s.handshake.num_envs for i, s in enumerate(streams)
+        ]
         streams[3].close()
-        Counted.wait_for(server.MAX_STREAMS - 1)
-        with Stream(address) as stream:
-            stream.step(np.zeros(1))
+        Counted.wait_for(num_envs - streams[3].handshake.num_envs)
+        with Stream(address, num_envs=1) as stream:
+            play(stream, 1)
     Counted.wait_for(0)
 
 
-@pytest.mark.parametrize("how", ["half-close", "cancel", "close", "bad action", "stop"])
+ENDS = {
+    "half-close": lambda stream, server: stream.send_end(),
+    "cancel": lambda stream, server: stream.call.cancel(),
+    "close": lambda stream, server: stream.close(),
+    "bad action": lambda stream, server: pytest.raises(grpc.RpcError, stream.send, b""),
+    "stop": lambda stream, server: server.close(),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
 def test_environments_are_closed_however_the_stream_ends(how):
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(serving(Counted, ANY_PORT))
-        stream = Stream(address)
+        stream = Stream(stack.enter_context(serving(Counted, ANY_PORT)))
         stream.step(np.zeros(1))
         assert len(Counted.alive) == 1
-        if how == "half-close":
-            stream.send_end()
-        elif how == "cancel":
-            stream.call.cancel()
-        elif how == "close":
-            stream.close()
-        elif how == "bad action":
-            with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
-                stream.send(b"")
-        else:
-            stack.close()
+        ENDS[how](stream, stack)
         Counted.wait_for(0)
         stream.close()
 

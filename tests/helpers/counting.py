@@ -87,17 +87,6 @@ class Raising(Counting):
         return super().reset(**kwargs)
 
 
-class Large(Counting):
-    """Observes more than the 4 MiB that gRPC takes by default."""
-
-    def __init__(self):
-        super().__init__()
-        self.observation_space = gym.spaces.Box(0, 255, (5, 2**20), np.uint8)
-
-    def observe(self):
-        return np.full((5, 2**20), self.count, np.uint8)
-
-
 class Mirror(gym.Env):
     """Observes its last action, of any action space."""
 
@@ -133,9 +122,6 @@ class ServerProcess:
         address = self.process.stdout.readline().strip()
         assert address, "the server did not start"
         return address
-
-    def signal(self, number):
-        self.process.send_signal(number)
 
     def kill(self):
         self.process.kill()
