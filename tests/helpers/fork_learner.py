@@ -33,7 +33,6 @@ parser.add_argument("--external_servers", action="store_true", help="they are ru
 
 BATCH_SIZE, UNROLL_LENGTH = 8, 12
 NUM_LEARNER_THREADS = NUM_INFERENCE_THREADS = 2
-DEVICE = torch.device("cpu")
 GOAL = 0.9  # mean return of the last episodes at which it stops
 
 
@@ -75,12 +74,8 @@ def inference(inference_batcher, model, lock):
             batched_env_outputs, agent_state = batch.get_inputs()
             frame, reward, done, *_ = batched_env_outputs
             frame["board"] = frame["board"].float().div_(255)
-            frame, done, agent_state = nest.map(
-                lambda t: t.to(DEVICE, non_blocking=True), (frame, done, agent_state)
-            )
             with lock:
                 outputs = model({"frame": frame, "done": done}, agent_state)
-            outputs = nest.map(lambda t: t.cpu(), outputs)
             batch.set_outputs(outputs)
 
 
@@ -115,7 +110,6 @@ def checksum(tensors):
 def learn(learner_queue, model, actor_model, optimizer, stats, lock, actor_lock):
     replay = collections.deque(maxlen=50)  # of batches, each with the sum of all that it holds
     for tensors in learner_queue:
-        tensors = nest.map(lambda t: t.to(DEVICE, non_blocking=True), tensors)
         batch, initial_agent_state = tensors
         env_outputs, _ = batch
         frame, reward, done, episode_step, episode_return = env_outputs
@@ -138,7 +132,6 @@ def learn(learner_queue, model, actor_model, optimizer, stats, lock, actor_lock)
             with actor_lock:
                 actor_model.load_state_dict(model.state_dict())
             stats["step"] += UNROLL_LENGTH * BATCH_SIZE
-            stats["loss"] = loss.item()
             stats["returns"].extend(returns)
 
 
@@ -168,7 +161,7 @@ def train(flags):
         timeout_ms=100,
         check_outputs=True,
     )
-    model, actor_model = Net().to(DEVICE), Net().to(DEVICE)
+    model, actor_model = Net(), Net()
     actor_model.load_state_dict(model.state_dict())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     actors = libtorchbeast.ActorPool(
@@ -180,7 +173,7 @@ def train(flags):
     )
 
     errors = []
-    stats = {"step": 0, "loss": float("nan"), "returns": collections.deque(maxlen=300)}
+    stats = {"step": 0, "returns": collections.deque(maxlen=300)}
     lock, actor_lock = threading.Lock(), threading.Lock()
 
     def run(function, *args):
