@@ -161,20 +161,14 @@ class RandomNet(nn.Module):
         return {"action": torch.randint(3, inputs["reward"].shape)}, agent_state
 
 
-def row_number(rows):
-    episode, step, _ = rows["frame"].long().unbind(-1)
-    return PERIOD * episode + step
-
-
-def play_echo():
-    """Return nine rollouts of one environment with a time limit, as the learner gets them."""
+def test_a_batch_says_who_acted_and_a_time_limit_comes_as_a_row_of_its_own():
     model = RandomNet()
     learner = SimpleNamespace(lock=threading.RLock(), model=model, weights=LocalWeights(model))
-    arguments = f"--unroll_length {T} --batch_size 9"
     echoes = make_many(lambda: Echo(length=PERIOD - 1, truncates=True))
     with serving(None, "127.0.0.1:0", make_environments=echoes) as address:
         flags = polybeast.parser.parse_args(["--server_addresses", address])
         with servers.connect(flags, None) as found:
+            arguments = f"--unroll_length {T} --batch_size 9"
             created = create_streams(arguments, [address], found.spaces)
         inference = (polybeast.inference, flags, learner, CPU, created, RUN)
         threads = [Thread(created.run), Thread(*inference)]
@@ -182,16 +176,12 @@ def play_echo():
         created.close()
         for thread in threads:
             thread.result()
-    return batch
-
-
-def test_a_batch_says_who_acted_and_a_time_limit_comes_as_a_row_of_its_own():
-    batch = play_echo()
     assert batch.policy_versions == [1] * 9 and batch.sources == {"streams": [0]}
     assert not {"actor", "policy_version"} & batch.rows.keys()
     assert batch.rows["reward"].shape == (T + 1, 9) and batch.agent_state == ()
     rows = batch.rows
-    number = row_number(rows)
+    episode, step, _ = rows["frame"].long().unbind(-1)
+    number = PERIOD * episode + step
     assert torch.equal(number, torch.arange(9) * T + torch.arange(T + 1)[:, None])
     assert torch.equal(rows["truncated"], number % PERIOD == PERIOD - 1)
     assert torch.equal(rows["done"], number % PERIOD == 0)
