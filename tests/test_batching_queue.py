@@ -287,28 +287,19 @@ def test_compute_returns_the_callers_own_part_of_outputs_that_are_set_once():
         assert_same(thread.result(), (columns(*part, 2), {"b": columns(*part).float()}))
 
 
-def test_outputs_may_be_made_in_inference_mode():
-    batcher = DynamicBatcher(batch_dim=0)
-    (caller,) = gather(batcher, columns(0, 2))
-    with torch.inference_mode():
-        batch = next(batcher)
-        batch.set_outputs(batch.get_inputs() + 1)
-    result = caller.result()
-    result += 1
-    assert numbers(result) == [2, 3]
-
-
-def test_what_came_out_outlives_batch_and_batcher():
+def test_outputs_may_be_made_in_inference_mode_and_outlive_batch_and_batcher():
     batcher = DynamicBatcher(batch_dim=0)
     (caller,) = gather(batcher, columns(3, 2, 100))
-    batch = next(batcher)
-    inputs = batch.get_inputs()
-    batch.set_outputs(inputs)
+    with torch.inference_mode():
+        batch = next(batcher)
+        inputs = batch.get_inputs()
+        batch.set_outputs(inputs + 1)
     result = caller.result()
     batcher.close()
     del batch, batcher, caller
     gc.collect()
-    assert torch.all(inputs + 1 == columns(4, 2, 100)) and torch.all(result == inputs)
+    result += 1
+    assert torch.all(inputs == columns(3, 2, 100)) and torch.all(result == inputs + 2)
 
 
 CHILD = """

@@ -42,19 +42,16 @@ def choose(t, num_envs):
      ("--server_address :50051", "host:port"), ("--server_address ::1:50051", "host:port"),
      ("--server_address h:0", "0 to 1"), ("--server_address h:65536", "65536"),
      ("--server_address h:65530 --num_servers 7", "ports 65530 to 65536"),
-     ("--server_address h:1 --auth_token_file /none", "cannot read --auth_token_file /none")],
+     ("--server_address h:1 --auth_token_file /none", "cannot read --auth_token_file /none"),
+     ("--num_servers -1", "argument --num_servers: -1 is not valid"),
+     ("--envs_per_stream -1", "--envs_per_stream: -1"), ("--seed -1", "--seed: -1"),
+     ("--stall_timeout_s -1", "--stall_timeout_s: -1")],
 )  # fmt: skip
-def test_bad_flags_are_refused_by_name(flags, message):
+def test_bad_flags_are_refused_by_name(flags, message, capsys):
     with pytest.raises(SystemExit) as error:
         polybeast_env.main(flags.split())
-    assert str(error.value).startswith("polybeast_env.py: ") and message in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["num_servers", "envs_per_stream", "stall_timeout_s", "seed"])
-def test_numbers_that_cannot_be_are_refused_by_name(name, capsys):
-    with pytest.raises(SystemExit):
-        polybeast_env.main([f"--{name}=-1"])
-    assert f"polybeast_env.py: argument --{name}: -1 is not valid" in capsys.readouterr().err
+    printed = f"{error.value}\n{capsys.readouterr().err}"  # argparse has printed what is wrong
+    assert re.search(f"(?m)^polybeast_env.py: .*{re.escape(message)}", printed)
 
 
 def test_flags_of_the_learner_hold_where_none_are_given():

@@ -300,44 +300,40 @@ def test_stacks_of_which_an_old_frame_changed_are_sent_whole(dtype):
         assert received.tobytes() == stacks.tobytes()
 
 
-class Fragile(Old):
-    """Fails where it is told to."""
-
-    def __init__(self, where):
-        super().__init__()
-        self.where = where
-        if where == "create":
-            raise ValueError("broken in create")
-
-    def reset(self):
-        if self.where == "reset":
-            raise ValueError("broken in reset")
-        return super().reset()
-
+class NotANumber(Old):
     def step(self, action):
-        if self.where == "step" and self.t == 1:
-            raise ValueError("broken in step \udcff")
-        if self.where == "exit":
-            sys.exit("broken in exit")
-        observation, reward, done, info = super().step(action)
-        if self.where == "nan":
-            reward = float("nan")
-        if self.where == "shape" and self.t == 2:
-            observation = np.zeros(5, np.int32)
-        if self.where == "dtype" and self.t == 2:
-            observation = observation.astype(np.int64)
-        return observation, reward, done, info
+        observation, _, done, info = super().step(action)
+        return observation, float("nan"), done, info
 
 
-@pytest.mark.parametrize(
-    ("where", "message"),
-    [("create", "broken in create"), ("reset", "broken in reset"), ("step", "broken in step"),
-     ("exit", "broken in exit"), ("nan", "must be finite"),
-     ("shape", r"int32\[5\], but should be int32\[1\]"), ("dtype", "int64.1., but should be")],
-)  # fmt: skip
-def test_environment_that_raises_tells_the_learner_and_the_server_goes_on(where, message, caplog):
-    broken = [where, "not"]
-    with serving(lambda: Fragile(broken.pop(0)), ANY_PORT) as address:
+def fail(message):
+    raise ValueError(message)
+
+
+def observing(observe, from_t=0):
+    """Return what makes an environment whose observations are others from row `from_t` on."""
+    return lambda: Old(observation=lambda t: observe() if t >= from_t else np.zeros(1, np.int32))
+
+
+BROKEN = {
+    "create": (lambda: fail("broken in create"), "broken in create"),
+    "reset": (observing(lambda: fail("broken in reset")), "broken in reset"),
+    "step": (observing(lambda: fail("broken in step \udcff"), 2), "broken in step"),
+    "exit": (observing(lambda: sys.exit("broken in exit"), 1), "broken in exit"),
+    "nan": (NotANumber, "must be finite"),
+    "shape": (observing(lambda: np.zeros(5, np.int32), 2), r"int32\[5\], but should be int32\[1\]"),
+    "dtype": (observing(lambda: np.zeros(1, np.int64), 2), "int64.1., but should be"),
+    "key": (observing(lambda: {1: np.zeros(1)}), "(?i)error"),
+    "text": (observing(lambda: np.array(["text"])), "(?i)error"),
+    "object": (observing(lambda: np.array([None])), "(?i)error"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_environment_that_is_broken_tells_the_learner_and_the_server_goes_on(what, caplog):
+    create_env, message = BROKEN[what]
+    games = [create_env, Old]
+    with serving(lambda: games.pop(0)(), ANY_PORT) as address:
         with pytest.raises(EnvironmentFailed, match=message) as error:
             with Stream(address) as stream:
                 play(stream, 3)
@@ -345,13 +341,6 @@ def test_environment_that_raises_tells_the_learner_and_the_server_goes_on(where,
         assert "failed" in caplog.text and "Traceback" in caplog.text
         with Stream(address) as stream:
             play(stream, 5)
-
-
-@pytest.mark.parametrize("observation", [{1: np.zeros(1)}, np.array(["text"]), np.array([None])])
-def test_observation_that_cannot_be_sent_is_an_error(observation):
-    with serving(lambda: Old(3, lambda _: observation), ANY_PORT) as address:
-        with pytest.raises(EnvironmentFailed, match="(?i)error"):
-            Stream(address)
 
 
 def test_row_that_is_too_large_for_a_message_is_an_error(monkeypatch):

@@ -16,6 +16,7 @@ from catch_env import Catch
 from counting import FakeServer, obey
 from deadline import wait_until
 from stream import ServerThread, make_many, serving
+from test_server import Old
 
 import polybeast
 import polybeast_env
@@ -122,13 +123,6 @@ def test_the_game_is_that_of_the_servers_or_refused(given, served, caplog):
     assert caplog.messages == logged
 
 
-class Spaceless:
-    """A game in the old API, which does not say what its observations are."""
-
-    def reset(self):
-        return np.zeros(3, np.float32)
-
-
 def create_nothing(num_envs, seed, name):
     raise RuntimeError("the game is not installed")
 
@@ -136,7 +130,7 @@ def create_nothing(num_envs, seed, name):
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        (lambda: ServerThread(Spaceless), "name no spaces"),
+        (lambda: ServerThread(Old), "name no spaces"),
         (lambda: ServerThread(None, make_environments=create_nothing),
          r"create_nothing(?s:.*)RuntimeError: the game is not installed"),
         (lambda: FakeServer(obey(version=7)), "version 7, .* 1"),
@@ -201,6 +195,3 @@ def test_flags_of_the_learner_reach_local_servers_but_no_secret_does(monkeypatch
     assert served.pop("auth_token_file") is None and not served.pop("insecure")
     assert served.pop("program") == "polybeast_env.py"
     assert len(served) > 12 and served == {name: getattr(flags, name) for name in served}
-    # What the servers' own command line says goes first, as for a fork with flags of its own.
-    served = server_processes.parse_flags(polybeast_env.parser, [*arguments, "--frame_skip", "3"])
-    assert served.frame_skip == 3 and served.num_servers == 3

@@ -72,18 +72,15 @@ class Overtaken(nn.Module):
 class Answers:
     """Inference threads, and the streams and the learner as far as they know them."""
 
-    def __init__(self, precision, model):
+    def __init__(self, precision, model, num_threads):
         self.batcher = libtorchbeast.DynamicBatcher(batch_dim=1, maximum_batch_size=64)
         self.sizes, self.count_batch = [], lambda size: self.sizes.append(size)
         self.learner = SimpleNamespace(
             lock=threading.RLock(), model=model, weights=LocalWeights(model)
         )
-        self.flags = polybeast.parser.parse_args(["--precision", precision])
-        self.threads = []
-
-    def start(self, num_threads):
-        arguments = (polybeast.inference, self.flags, self.learner, CPU, self, RUN)
-        self.threads += [Thread(*arguments) for _ in range(num_threads)]
+        flags = polybeast.parser.parse_args(["--precision", precision])
+        arguments = (polybeast.inference, flags, self.learner, CPU, self, RUN)
+        self.threads = [Thread(*arguments) for _ in range(num_threads)]
 
     def close(self):
         self.batcher.close()
@@ -93,7 +90,7 @@ class Answers:
 
 def test_answers_hold_the_version_of_the_weights_that_gave_them(monkeypatch):
     model = Overtaken()
-    answers = Answers("fp32", Overtaken())
+    answers = Answers("fp32", Overtaken(), 2)
     learner = answers.learner
 
     def publish():
@@ -102,7 +99,6 @@ def test_answers_hold_the_version_of_the_weights_that_gave_them(monkeypatch):
             learner.weights.publish(model)
 
     monkeypatch.setattr(Overtaken, "publish", staticmethod(publish))
-    answers.start(2)
 
     def ask(num_columns):
         inputs = {"reward": torch.zeros(1, num_columns)}
@@ -138,8 +134,7 @@ class OneLayer(nn.Module):
 
 def test_answers_in_bf16_are_of_the_newest_weights():
     model = OneLayer()
-    answers = Answers("bf16", model)
-    answers.start(1)
+    answers = Answers("bf16", model, 1)
     for weight in (1.0, 2.0, 3.0):
         nn.init.constant_(model.layer.weight, weight)
         nn.init.zeros_(model.layer.bias)
