@@ -89,7 +89,12 @@ def play(folder, rng):
             second.close()
         closing.result()
     finally:
-        lost = close(rig, may_be_lost=stops_server and not reconnect)
+        try:
+            rig.close()
+            lost = False
+        except ConnectionError:
+            assert stops_server and not reconnect
+            lost = True
         for server in servers:
             server.stop()
     return sum(learner.result() for learner in learners), lost
@@ -103,12 +108,3 @@ def learn(rig, truncates):
             check_rows(*column, truncates)
             count += 1
     return count
-
-
-def close(rig, may_be_lost):
-    try:
-        rig.close()
-    except ConnectionError:
-        assert may_be_lost
-        return True
-    return False

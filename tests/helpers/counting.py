@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments that count, servers of them in processes, and a server that may lie.
 
-    python tests/helpers/counting.py Counting 127.0.0.1:0
+    python tests/helpers/counting.py 127.0.0.1:0
 
 Nothing here needs torch, so such a process starts fast.
 """
@@ -108,10 +108,10 @@ def free_address(ip="127.0.0.1"):
 
 
 class ServerProcess:
-    """A server in a process of its own."""
+    """A server of Counting in a process of its own."""
 
-    def __init__(self, name, address="127.0.0.1:0"):
-        command = [sys.executable, __file__, name, address]
+    def __init__(self, address="127.0.0.1:0"):
+        command = [sys.executable, __file__, address]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -215,9 +215,9 @@ def hang_after_the_first_row(requests, context):
     yield from wait_for_end(context)
 
 
-def main(name, address):
+def main(address):
     Thread(lambda: (sys.stdin.read(), os._exit(1)))  # end with the process that started us
-    Server(globals()[name], address).run(lambda address: print(address, flush=True))
+    Server(Counting, address).run(lambda address: print(address, flush=True))
 
 
 if __name__ == "__main__":
