@@ -56,33 +56,22 @@ def naive_vtrace(case, clip_rho_threshold=1.0, clip_pg_rho_threshold=1.0):
     return vs[:-1], pg_advantages
 
 
-def assert_matches_naive(case, **clips):
-    vs, pg_advantages = compute(case, **clips)
-    naive_vs, naive_pg_advantages = naive_vtrace(case, **clips)
-    assert vs.dtype == pg_advantages.dtype == torch.float64
-    np.testing.assert_allclose(vs.numpy(), naive_vs, rtol=0, atol=1e-8)
-    np.testing.assert_allclose(pg_advantages.numpy(), naive_pg_advantages, rtol=0, atol=1e-8)
+SHAPES = [(7, 4), (1, 1), (1, 5), (2, 3), (20, 4), (6,), (5, 3, 2), (4, 2, 3, 2)]
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("clip_pg_rho_threshold", [None, 0.9, 2.2])
 @pytest.mark.parametrize("clip_rho_threshold", [None, 0.6, 1.0, 3.7])
-def test_matches_the_definition_for_every_clip_threshold(
+def test_matches_the_definition_for_every_clip_threshold_and_shape(
     clip_rho_threshold, clip_pg_rho_threshold, masked
 ):
-    for seed in range(5):
-        assert_matches_naive(
-            random_case(seed, (7, 4), masked),
-            clip_rho_threshold=clip_rho_threshold,
-            clip_pg_rho_threshold=clip_pg_rho_threshold,
-        )
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (2, 3), (20, 4), (6,), (5, 3, 2), (4, 2, 3, 2)])
-def test_matches_the_definition_for_every_shape(shape, masked):
-    for seed in range(3):
-        assert_matches_naive(random_case(seed, shape, masked))
+    clips = {"clip_rho_threshold": clip_rho_threshold}
+    clips["clip_pg_rho_threshold"] = clip_pg_rho_threshold
+    for seed, shape in enumerate(SHAPES):
+        case = random_case(seed, shape, masked)
+        for got, wanted in zip(compute(case, **clips), naive_vtrace(case, **clips), strict=True):
+            assert got.dtype == torch.float64
+            np.testing.assert_allclose(got.numpy(), wanted, rtol=0, atol=1e-8, err_msg=str(shape))
 
 
 def test_from_logits_equals_log_softmax_in_numpy():
@@ -184,27 +173,6 @@ def test_time_limit_bootstraps_from_the_true_last_observation():
     assert pg_advantages.flatten().tolist() == [3.0 - 1.0, 4.0 - 2.0, 0.0, 11.0 - 8.0]
 
 
-@pytest.mark.parametrize("limit", range(6))
-def test_time_limit_equals_two_rollouts_cut_there(limit):
-    case = random_case(11, (6, 3))
-    mask = np.ones((6, 3), dtype=bool)
-    mask[limit] = False
-    clips = {"clip_rho_threshold": None, "clip_pg_rho_threshold": 2.0}
-    whole = compute({**case, "mask": mask}, **clips)
-    parts = [
-        (slice(0, limit), case["values"][limit]),
-        (slice(limit + 1, 6), case["bootstrap_value"]),
-    ]
-    for steps, bootstrap_value in parts:
-        part = {key: case[key][steps] for key in KEYS[:4]}
-        if len(part["values"]) > 0:
-            alone = compute({**part, "bootstrap_value": bootstrap_value}, **clips)
-            torch.testing.assert_close(whole.vs[steps], alone.vs)
-            torch.testing.assert_close(whole.pg_advantages[steps], alone.pg_advantages)
-    assert torch.equal(whole.vs[limit], torch.from_numpy(case["values"][limit]))
-    assert not whole.pg_advantages[limit].any()
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("key", ["log_rhos", "discounts", "rewards"])
 def test_nan_at_a_masked_place_does_not_pass(key, bad):
@@ -223,14 +191,3 @@ def test_nan_behind_a_masked_place_does_not_pass(key, bad):
     clips = {"clip_rho_threshold": None, "clip_pg_rho_threshold": None}
     for got, wanted in zip(compute(case, **clips), compute(TIME_LIMIT, **clips), strict=True):
         assert torch.equal(got[:3], wanted[:3])
-
-
-def test_mask_of_one_environment_leaves_the_others_alone():
-    case = random_case(5, (6, 3))
-    mask = np.ones((6, 3), dtype=bool)
-    mask[3, 1] = False
-    case["rewards"][3, 1] = np.nan
-    masked, free = compute({**case, "mask": mask}), compute(case)
-    for got, wanted in zip(masked, free, strict=True):
-        assert torch.equal(got[:, [0, 2]], wanted[:, [0, 2]])
-        assert got.isfinite().all()
