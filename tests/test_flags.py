@@ -94,14 +94,15 @@ def test_flags_of_one_call_alone_do_not_come_from_the_checkpoint(tmp_path):
     assert parse(tmp_path, "--xpid run --mode test").mode == "test"
 
 
-def test_best_is_for_tests_alone_and_brings_its_own_flags(tmp_path):
+def test_best_brings_its_own_flags_and_is_for_tests_alone_as_are_videos_and_results(tmp_path):
     save(parse(tmp_path, "--xpid run --learning_rate 0.25"))
     (tmp_path / "run" / "model.tar").rename(tmp_path / "run" / "best.tar")
     save(parse(tmp_path, "--xpid run --learning_rate 0.125"))
     assert parse(tmp_path, "--xpid run --mode test --best").learning_rate == 0.25
     assert parse(tmp_path, "--xpid run --mode test").learning_rate == 0.125
-    with pytest.raises(FlagError, match="--best is for --mode test"):
-        parse(tmp_path, "--xpid run --best")
+    for flag in ("--best", "--record_video videos", "--result_file result.json"):
+        with pytest.raises(FlagError, match=f"{flag.split()[0]} is for --mode test"):
+            parse(tmp_path, f"--xpid run {flag}")
 
 
 @pytest.mark.parametrize("mode", ["train", "test"])
