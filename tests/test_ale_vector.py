@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from ale_py.vector_env import AtariVectorEnv
 from program import ROOT, column, load, read_rows, run
-from stream import Stream, serving
 
 import atari_wrappers
 from beast.ale_vector import AtariEnvironments
@@ -20,7 +19,6 @@ from beast.errors import EnvError
 
 pytestmark = pytest.mark.whole
 
-ANY_PORT = "127.0.0.1:0"
 NONE = 10**9  # no time limit
 KEYS = ["frame", "reward", "done", "truncated", "terminated", "episode_return", "episode_step",
         "game_done", "game_return", "game_step", "last_action"]  # fmt: skip
@@ -30,7 +28,6 @@ gym.register_envs(ale_py)
 for name, game, limit in (
     ("ShortBreakout", "breakout", 100),
     ("BothBreakout", "breakout", 97),
-    ("ShortInvaders", "space_invaders", 202),
 ):
     kwargs = {"game": game, "repeat_action_probability": 0.0, "max_num_frames_per_episode": limit}
     gym.register(f"{name}-v0", "ale_py.env:AtariEnv", kwargs=kwargs)
@@ -157,29 +154,6 @@ def test_rows_are_those_of_a_plain_loop(words):
         assert sum(row["terminated"].sum() + row["truncated"].sum() for row in rows) > 1
 
 
-def test_a_time_limit_takes_an_extra_row_with_the_true_last_observation():
-    words = "ShortInvaders-v0 --noop_max 0 --no_fire_reset"
-    flags = make_flags(words)
-    with environments(words) as vector:
-        classic = Environments(lambda: atari_wrappers.create_atari(flags), 1, 1)
-        actions = np.random.default_rng(0).integers(classic.num_actions, size=(60, 1))
-        rows, expected = rows_of(vector, actions), rows_of(classic, actions)
-        classic.close()
-    assert where(rows, "truncated") == where(expected, "truncated") == [51]  # 202 frames
-    assert where(rows, "terminated") == []
-    assert where(rows, "done") == where(rows, "game_done") == [0, 52]
-    for t in range(3, 51):  # the first stacks differ: see the next test
-        np.testing.assert_array_equal(rows[t]["frame"], expected[t]["frame"])
-    # The classic game stops at the limit, here amid an action; ours plays the action to its end.
-    np.testing.assert_array_equal(rows[51]["frame"][0, :3], rows[50]["frame"][0, 1:])
-    with environments("SpaceInvadersNoFrameskip-v4 --noop_max 0 --no_fire_reset") as unlimited:
-        there = rows_of(unlimited, actions[:51])[51]
-    np.testing.assert_array_equal(rows[51]["frame"], there["frame"])
-    assert rows[51]["reward"] == there["reward"]
-    assert rows[52]["reward"][0] == 0
-    assert [rows[t]["episode_step"][0] for t in (51, 52, 53)] == [51, 51, 1]
-
-
 def test_a_game_that_shows_no_lives_before_it_ends_does_not_end_twice(monkeypatch):
     class LastLifeIsNotShown(AtariVectorEnv):
         def step(self, actions):
@@ -283,22 +257,6 @@ def test_close_ends_the_threads():
 def test_what_it_cannot_do_is_refused_by_name(words, message):
     with pytest.raises(EnvError, match=f"^actor 0: cannot create the environments: .*{message}"):
         AtariEnvironments(make_flags(words), 1, 0, "actor 0")
-
-
-def test_rows_and_newest_frames_are_the_same_over_the_wire():
-    words = "ShortBreakout-v0 --color --frame_size 64"
-
-    def make_environments(num_envs, seed, name):
-        return AtariEnvironments(make_flags(words), num_envs, seed, name)
-
-    actions = np.random.default_rng(0).integers(4, size=(100, 2))
-    with serving(None, ANY_PORT, make_environments=make_environments) as address:
-        with Stream(address, num_envs=2, seed=1, newest_frame_only=1) as stream:
-            rows = [stream.row] + [stream.step(action) for action in actions]
-    with environments(words, 2, [1]) as envs:
-        assert_rows_equal(rows, rows_of(envs, actions))
-    for key in ("done", "truncated", "terminated"):
-        assert sum(row[key].sum() for row in rows[1:]) > 0, key
 
 
 def test_a_program_trains_on_it(tmp_path):

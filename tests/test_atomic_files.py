@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that are never torn, CSV files that grow, and TensorBoard's events."""
 
-import csv
 import errno
 
 import pytest
+from program import read_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from beast import atomic_files
@@ -19,11 +19,6 @@ def fill(folder):
                 file.write(bytes(4096))
     assert error.value.errno == errno.ENOSPC
     return folder / "filler"
-
-
-def read(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_a_piece_that_fits_in_part_is_taken_back(small_disk):
@@ -55,8 +50,8 @@ def test_csv_grows_by_columns_and_can_be_read_after_each_row(make_csv, tmp_path)
     rows = [{"loss": 0.5}, {"loss": 0.25, "return": 3, "lag": None}, {"return": 4}]
     for i, row in enumerate(rows):
         table.write({"step": i + 1, **row})
-        assert len(read(tmp_path / "logs.csv")) == i + 1
-    rows = read(tmp_path / "logs.csv")
+        assert len(read_rows(tmp_path)) == i + 1
+    rows = read_rows(tmp_path)
     assert list(rows[0]) == ["_tick", "_time", "step", "loss", "return", "lag"]
     assert [row["_tick"] for row in rows] == ["0", "1", "2"]
     assert [row["step"] for row in rows] == ["1", "2", "3"]
@@ -81,12 +76,12 @@ def test_csv_continues_with_columns_of_its_own_without_later_rows_and_one_torn_b
     with open(tmp_path / "logs.csv", "a") as file:
         file.write(torn)
     make_csv(3).write({"step": 4, "return": 9})
-    rows = read(tmp_path / "logs.csv")
+    rows = read_rows(tmp_path)
     assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
     assert [row["_tick"] for row in rows] == ["0", "1", "2", "3"]
     assert rows[2]["loss"] == "3" and rows[3]["loss"] == "" and rows[3]["return"] == "9"
     make_csv(0).write({"step": 0})  # by a run that was killed before its first checkpoint
-    assert [row["step"] for row in read(tmp_path / "logs.csv")] == ["0"]
+    assert [row["step"] for row in read_rows(tmp_path)] == ["0"]
 
 
 def read_events(folder, name="loss"):

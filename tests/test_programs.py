@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What both programs promise, as processes: they learn, log, stop, resume, play, and fail well."""
 
-import importlib.metadata
 import os
 import re
 import shutil
@@ -132,7 +131,7 @@ def test_an_environment_that_raises_is_logged_with_its_traceback_and_the_run_goe
     assert read_rows(learned.folder)[-1][case.restarts] == "1"
 
 
-def test_the_folder_holds_what_happened(learned):
+def test_the_folder_holds_what_happened(case, learned):
     for name in ("meta.json", "logs.csv", "out.log", "model.tar", "best.tar"):
         assert (learned.folder / name).stat().st_size > 0, name
     assert len(list(learned.folder.glob("events.out.tfevents.*"))) == 1
@@ -141,28 +140,16 @@ def test_the_folder_holds_what_happened(learned):
     assert latest.is_symlink() and latest.resolve() == learned.folder.resolve()
     assert "New run: " in out(learned.folder) and "Saved " in out(learned.folder)
     assert load(learned.folder / "model.tar")["flags"]["env"] == learned.env
+    flags = read_meta(learned.folder)["flags"]
+    assert flags["seed"] == 12 and flags["program"] == f"{case.name}.py"
 
 
-def test_meta_holds_flags_and_circumstances(case, learned):
-    meta = read_meta(learned.folder)
-    assert meta["flags"]["seed"] == 12 and meta["flags"]["learning_rate"] == 0.01
-    assert meta["flags"]["program"] == f"{case.name}.py"
-    assert meta["status"] == "ended" and meta["start"] < meta["end"]
-    # Not torch.__version__, which says more than the package: 2.13.0+cu130.
-    assert meta["versions"]["torch"] == importlib.metadata.version("torch")
-    assert meta["machine"]["cores"] == os.cpu_count() and "cpu" in meta["machine"]
-    assert {"commit", "changed"} <= meta["git"].keys()
-
-
-def test_logs_only_grow_and_never_hold_a_nan(case, learned):
+def test_logs_hold_all_metrics_and_never_a_nan(case, learned):
     text = (learned.folder / "logs.csv").read_text()
     assert text.startswith("_tick,_time,step,")
     for written in (text, learned.output):
         assert "nan" not in written.lower() and "inf |" not in written
     rows = read_rows(learned.folder)
-    assert [int(row["_tick"]) for row in rows] == list(range(len(rows)))
-    for key in ("_time", "step"):
-        assert column(rows, key) == sorted(column(rows, key))
     expected = {"mean_episode_return", "mean_game_return", "total_loss", "pg_loss", *case.waits}
     expected |= {"baseline_loss", "entropy_loss", "grad_norm", "steps_per_second"} | case.metrics
     assert expected <= rows[0].keys()
@@ -354,20 +341,6 @@ def test_sigterm_saves_also_before_a_run_has_resumed(case, stopped, tmp_path):
     saved = int(saved.replace(",", ""))
     assert saved == load(folder / "model.tar")["step"] == last_step(folder) >= step
     assert read_meta(folder)["status"] == "stopped by SIGTERM"
-
-
-def test_an_environment_that_always_raises_ends_monobeast_with_a_clear_error(tmp_path):
-    before, folder = shared_memory(), tmp_path / "run"
-    arguments = "--env Failing-raise --xpid run --savedir"
-    status, output = run(HELPERS / "catch.py", CASES[0].small, arguments, tmp_path)
-    assert status == 1
-    (error,) = re.findall(r"^catch.py: all actors died 5 times (?s:.*)", output, re.M)
-    assert 'raise ValueError("the game is broken")' in error  # of the last traceback
-    assert re.search(r"actor \d: environment \d \(.*\), step 25: step\(\d\) raised Val", error)
-    assert read_meta(folder)["status"].startswith("EnvError: all actors died 5 times")
-    assert "is restarted in" in out(folder)
-    assert (folder / "model.tar").exists()  # what was learned is good
-    wait_until(lambda: shared_memory() <= before)  # other programs take some for a moment
 
 
 def test_an_unknown_game_is_a_short_error_that_says_what_to_change(case, tmp_path):

@@ -236,15 +236,30 @@ def test_too_few_buffers_are_refused_with_the_numbers():
     assert make_flags(num_actors=4, envs_per_actor=8, batch_size=8).num_buffers == 48
 
 
-def test_buffers_without_room_in_shared_memory_are_refused_before_any_is_used(monkeypatch):
-    flags = make_flags(num_buffers=1000)
+@pytest.mark.parametrize(
+    ("allocate", "message"),
+    [
+        (
+            lambda: make_buffers(make_flags(num_buffers=1000), use_lstm=False),
+            r"the rollout buffers need 2 MiB .* has 1 MiB left: .*--num_buffers \(1000\)",
+        ),
+        (
+            lambda: SharedWeights(nn.Linear(500, 500)),
+            "the weights of the net need 2 MiB of shared memory, but /dev/shm has 1 MiB .*docker",
+        ),
+    ],
+    ids=["buffers", "weights"],
+)
+def test_what_has_no_room_in_shared_memory_is_refused_before_any_is_used(
+    monkeypatch, allocate, message
+):
     usage = shutil.disk_usage("/dev/shm")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**20))
     monkeypatch.setattr(
         torch.Tensor, "share_memory_", lambda _: pytest.fail("memory was taken all the same")
     )
-    with pytest.raises(FlagError, match=r"need 2 MiB .* has 1 MiB left: .*--num_buffers \(1000\)"):
-        make_buffers(flags, use_lstm=False)
+    with pytest.raises(FlagError, match=message):
+        allocate()
 
 
 class Actors:

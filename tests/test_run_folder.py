@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's folder: its lock, meta.json, `latest`, logs, a full disk, Weights & Biases."""
 
-import json
+import importlib.metadata
 import logging
+import os
 import re
 
 import pytest
+from program import read_meta, read_rows
 from small_run import create_learner, parse, save, update
-from test_atomic_files import fill, read
+from test_atomic_files import fill
 
 from beast import checkpoint
 from beast.errors import FlagError
@@ -30,10 +32,6 @@ def open_folder():
             folder.close("ended")
 
 
-def read_meta(folder):
-    return json.loads((folder / "meta.json").read_text())
-
-
 def test_a_folder_in_use_is_refused_until_it_is_free(tmp_path, open_folder):
     flags, path = parse(tmp_path), tmp_path / "run"
     folder = open_folder(flags)
@@ -54,6 +52,9 @@ def test_meta_and_log_say_how_a_run_ended_and_meta_holds_earlier_ones(
     meta = read_meta(path)
     assert meta["status"] == "running" and meta["end"] is None
     assert meta["flags"]["seed"] == 1 and {"commit", "changed"} <= meta["git"].keys()
+    # Not torch.__version__, which says more than the package: 2.13.0+cu130.
+    assert meta["versions"]["torch"] == importlib.metadata.version("torch")
+    assert meta["machine"]["cores"] == os.cpu_count() and "cpu" in meta["machine"]
     folder.log(250, {"total_loss": None}, "a line")
     folder.close("ended", ValueError("out of luck"))
     assert read_meta(path)["status"] == "ValueError: out of luck"
@@ -129,7 +130,7 @@ def test_a_full_disk_tears_no_file_and_the_run_continues_and_says_so(
     writer.save(learner)
     folder.close("ended")
     assert writer.failure == ""
-    rows = read(path / "logs.csv")
+    rows = read_rows(path)
     written = [int(row["step"]) for row in rows]
     assert 1 < len(written) < 150 and written == sorted(set(written))
     assert written[0] == 100 and written[-1] == 301

@@ -2,12 +2,10 @@
 """Published weights: always one whole version, for processes and for threads."""
 
 import multiprocessing
-import shutil
 
 import pytest
 import torch
 
-from beast.errors import FlagError
 from beast.weights import LocalWeights, SharedWeights
 
 both = pytest.mark.parametrize("kind", [SharedWeights, LocalWeights])
@@ -117,15 +115,3 @@ def test_the_version_asked_for_is_loaded_though_a_newer_one_is_published():
         weights.publish(model)
     assert weights.load_into(reader, 1) == 1
     assert all((p == 1).all() for p in reader.parameters())
-
-
-def test_weights_without_room_in_shared_memory_are_refused_before_any_is_used(monkeypatch):
-    model = create_model()  # of 2 MiB
-    usage = shutil.disk_usage("/dev/shm")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3 * 2**20))
-    monkeypatch.setattr(
-        torch.Tensor, "share_memory_", lambda _: pytest.fail("memory was taken all the same")
-    )
-    message = r"the weights of the net need 4 MiB of shared memory, but /dev/shm has 3 MiB .*docker"
-    with pytest.raises(FlagError, match=message):
-        SharedWeights(model)

@@ -8,7 +8,6 @@ As any fork would, it replaces create_env and leaves the rest of polybeast_env.p
 
 import os
 import pathlib
-import signal
 import sys
 import time
 
@@ -93,37 +92,24 @@ class Echo(Counter):
 
 
 class Failing(Catch):
-    """Catch that fails at one step of each process, in the given way.
+    """Catch that raises or hangs at step 25, in the process alone that is the first to get there.
 
-    Or once in all: where `marker` is given, only the process that is the first to make this file
-    fails; it writes its id there.
+    That process makes the file `marker`, and writes its id there.
     """
 
-    def __init__(self, how, at_step=25, marker=None):
+    def __init__(self, how, marker):
         super().__init__()
-        self.how, self.at_step, self.marker, self.count = how, at_step, marker, 0
+        self.how, self.marker, self.count = how, marker, 0
 
     def step(self, action):
         self.count += 1
-        observation, reward, terminated, truncated, info = super().step(action)
-        if self.count == self.at_step and self._is_first():
+        if self.count == 25 and self._is_first():
             if self.how == "raise":
                 raise ValueError("the game is broken")
-            if self.how == "nan":
-                reward = float("nan")
-            if self.how == "shape":
-                observation = observation[:, 1:]
-            if self.how == "dtype":
-                observation = observation.astype(np.float32)
-            if self.how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.how == "hang":
-                time.sleep(3600)
-        return observation, reward, terminated, truncated, info
+            time.sleep(3600)
+        return super().step(action)
 
     def _is_first(self):
-        if self.marker is None:
-            return True
         try:
             with open(self.marker, "x") as file:
                 file.write(f"{os.getpid()}\n")
@@ -141,13 +127,11 @@ class Old(Catch):
 
 
 def create_env(flags):
-    """Make Catch, Counter, Echo, Echo-truncated, Old, or Failing-HOW or Failing-HOW:MARKER."""
+    """Make Catch, Old, or Failing-HOW:MARKER, where HOW is raise or hang."""
     if flags.env.startswith("Failing-"):
         how, _, marker = flags.env.removeprefix("Failing-").partition(":")
-        return Failing(how, marker=marker or None)
-    if flags.env == "Echo-truncated":
-        return Echo(truncates=True)
-    return {"Catch": Catch, "Counter": Counter, "Echo": Echo, "Old": Old}[flags.env]()
+        return Failing(how, marker)
+    return {"Catch": Catch, "Old": Old}[flags.env]()
 
 
 polybeast_env.create_env = create_env
