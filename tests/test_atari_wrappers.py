@@ -331,11 +331,6 @@ def parse(*args):
 
 
 def test_flags_default_to_the_classic_preprocessing():
-    assert vars(parse()) == {
-        "env": BREAKOUT, "noop_max": 30, "frame_skip": 4, "max_pool": True, "episodic_life": True,
-        "fire_reset": True, "grayscale": True, "frame_size": 84, "frame_stack": 4,
-        "sticky_actions": None, "full_action_space": False,
-    }  # fmt: skip
     ours = pipeline(BREAKOUT, episode_life=True, fire_reset=True)
     np.testing.assert_array_equal(trajectory(create_atari(parse()), 1), trajectory(ours, 1))
 

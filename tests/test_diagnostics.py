@@ -89,9 +89,15 @@ def floats(metrics):
     return {name: float(value) for name, value in metrics.items()}
 
 
+@pytest.mark.parametrize("values", ["random", "constant", "good", "bad"])
 @pytest.mark.parametrize("seed", range(5))
-def test_each_metric_is_what_its_definition_says(seed):
-    *batch, actions = random_batch(seed)
+def test_each_metric_is_what_its_definition_says(seed, values):
+    behavior, target, targets, old_values, mask, actions = random_batch(seed)
+    vs = targets.vs
+    values = {"constant": torch.full_like(vs, 7), "good": vs + 3, "bad": -9 * vs}.get(
+        values, old_values
+    )
+    batch = (behavior, target, targets, values, mask)
     metrics = floats(diagnostics.from_logits(*batch))
     assert metrics.keys() == NAMES
     assert metrics == pytest.approx(slow_metrics(*batch, actions), rel=1e-4, abs=1e-6)
@@ -104,16 +110,6 @@ def test_what_is_masked_does_not_count():
     logits = [torch.where(mask[..., None], x, math.inf) for x in (behavior, target)]
     targets = targets._replace(vs=others[0], log_rhos=others[1])
     assert floats(diagnostics.from_logits(*logits, targets, others[2], mask)) == before
-
-
-@pytest.mark.parametrize(
-    "values, share",
-    [(lambda vs: vs + 3, 1), (lambda vs: torch.full_like(vs, 7), 0), (lambda vs: -9 * vs, -1)],
-)
-def test_explained_variance_is_of_what_a_constant_leaves(values, share):
-    log_rhos, vs, mask = torch.zeros(T, B), torch.randn(T, B), torch.ones(T, B, dtype=torch.bool)
-    metrics = diagnostics.from_importance_weights(log_rhos, vs, values(vs), mask)
-    assert float(metrics["explained_variance"]) == pytest.approx(share, abs=1e-6)
 
 
 def test_without_logits_the_divergence_is_estimated_from_the_actions_taken():

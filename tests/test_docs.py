@@ -67,7 +67,7 @@ def calls():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page):
+def test_links_files_and_targets_of_make_that_are_named_exist(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if "://" in target:
             continue
@@ -76,16 +76,14 @@ def test_links_lead_somewhere(page):
         assert path.exists(), target
         if anchor:
             assert anchor in anchors(path), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_files_that_are_named_exist(page):
     file = re.compile(r"[\w./-]+\.(py|sh|diff|proto|md|toml|yaml)|requirements[\w-]*\.txt")
     words = re.findall(r"`([^`\s]+)`", prose(page))
     words += [word for command in commands(page) for word in command]
     for word in filter(file.fullmatch, words):
         folders = (ROOT, page.parent, ROOT / "beast")
         assert word == "reinforce.py" or any((folder / word).exists() for folder in folders), word
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"(?:^|`)make (\w+)", page.read_text(), re.M)) <= set(targets)
 
 
 @pytest.mark.parametrize("script, arguments", list(calls()))
@@ -98,13 +96,6 @@ def test_flags_that_are_shown_are_taken(script, arguments):
         for word in arguments:
             if word.startswith("--"):
                 assert f'"{word.partition("=")[0]}"' in source, word
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_targets_of_make_exist(page):
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
-    text = page.read_text()
-    assert set(re.findall(r"(?:^|`)make (\w+)", text, re.M)) <= set(targets)
 
 
 def test_compose_gives_flags_that_the_programs_take():

@@ -7,7 +7,6 @@ import logging
 import os
 import pathlib
 import re
-import runpy
 import signal
 import sys
 import threading
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from catch_env import Catch, Counter
-from program import HELPERS, ROOT, Program, column, last_step, read_rows, split_words, wait_until
+from program import HELPERS, Program, column, last_step, read_rows, split_words, wait_until
 
 import atari_wrappers
 import monobeast
@@ -92,25 +91,6 @@ def test_games_count_as_they_begin_so_that_long_ones_are_not_left_out(num_games)
 def test_a_game_is_whole_where_lives_are_lost():
     games, _ = play(Environments(lambda: Lives(length=4), 2, 1), 4)
     assert games == [(30.0, 12)] * 4
-
-
-@both
-def test_fire_is_pressed_after_each_lost_life_as_in_training(name):
-    # The program anew, since the helpers have replaced create_env.
-    file = {"monobeast": "monobeast.py", "polybeast": "polybeast_env.py"}[name]
-    program = types.SimpleNamespace(**runpy.run_path(str(ROOT / file)))
-    words = "--mode test --env BreakoutNoFrameskip-v4 --frame_size 42"
-    flags = PROGRAMS[name].parser.parse_args(words.split())
-    environments = Environments(lambda: program.create_env(flags), 1, 1)
-    ale, balls = environments.envs[0].unwrapped.ale, []
-
-    def watch(inputs, agent_state):
-        balls.append(ale.getRAM()[101] > 0)  # the ball's height; 0: there is no ball
-        assert len(balls) < 1000, "the game stands still"
-        return agent_state
-
-    play(environments, 1, Still(watch))
-    assert ale.lives() == 5 and len(balls) > 100 and np.mean(balls) > 0.9
 
 
 def test_a_state_that_shares_memory_with_its_input_is_not_overwritten():
@@ -456,8 +436,9 @@ def helper_lives(folder):
         return False
 
 
-def test_only_one_plays_at_a_time_the_weights_of_its_step_and_closing_ends_it_with_its_children(
-    tmp_path, monkeypatch, caplog
+@pytest.mark.parametrize("killed", [False, True])
+def test_only_one_plays_at_a_time_the_weights_of_its_step_and_ends_with_its_children(
+    tmp_path, monkeypatch, caplog, killed
 ):
     caplog.set_level(logging.INFO)
     with Training(tmp_path, monkeypatch, ENDLESS) as training:
@@ -475,21 +456,14 @@ def test_only_one_plays_at_a_time_the_weights_of_its_step_and_closing_ends_it_wi
         assert training.tick(200) == NOTHING
         assert "No evaluation at step 200: that of step 123 has been playing for" in caplog.text
         assert training.process is process and process.poll() is None
+        if killed:
+            process.kill()
+            assert training.wait(250) == NOTHING
         training.evaluations.close()
         assert process.returncode == -signal.SIGKILL
         wait_until(lambda: not helper_lives(tmp_path))
         assert training.tick(10**6) == NOTHING and training.process is None  # closed is closed
     assert list(training.folder.iterdir()) == []
-
-
-def test_one_that_has_died_leaves_no_process_of_its_own(tmp_path, monkeypatch):
-    with Training(tmp_path, monkeypatch, ENDLESS) as training:
-        training.tick(100)
-        pid = training.process.pid
-        wait_until(lambda: helper_lives(tmp_path))
-        os.kill(pid, signal.SIGKILL)
-        assert training.wait(150) == NOTHING
-        wait_until(lambda: not helper_lives(tmp_path))
 
 
 SMALL = {

@@ -217,18 +217,6 @@ def make_buffers(flags, use_lstm=True):
     return create_buffers(flags, *create_net(catch.Net, space, DISCRETE, use_lstm=use_lstm)[1])
 
 
-def test_buffers_have_one_shared_tensor_a_key():
-    buffers = make_buffers(make_flags(num_buffers=7))
-    rows = buffers["rows"]
-    assert rows["frame"].shape == (7, T + 1, 1, 10, 5) and rows["frame"].dtype == torch.uint8
-    assert rows["policy_logits"].shape == (7, T + 1, 3)
-    assert rows["action"].dtype == rows["last_action"].dtype == torch.int64
-    assert rows["reward"].dtype == rows["baseline"].dtype == torch.float32
-    assert rows["done"].dtype == rows["truncated"].dtype == torch.bool
-    assert [s.shape for s in buffers["initial_agent_state"]] == [(7, 1, 1, 64)] * 2
-    map_nest(lambda b: b.is_shared() or pytest.fail("not shared"), buffers)
-
-
 def test_too_few_buffers_are_refused_with_the_numbers():
     with pytest.raises(FlagError, match=r"num_buffers is 39, .* 4 x 8 .* = 8 .* at least 40"):
         make_flags(num_actors=4, envs_per_actor=8, batch_size=8, num_buffers=39)

@@ -14,46 +14,41 @@ from beast.threads import Threads
 DEADLINE = 60  # seconds
 
 
-def test_the_first_error_ends_all_threads_and_reaches_the_main_thread():
-    stop, woken, ended = threading.Event(), threading.Event(), []
-
-    def wait(name):
-        assert woken.wait(DEADLINE)
-        ended.append(name)
-        raise ValueError("a later error")
-
-    def fail():
-        raise KeyError("the first error")
-
-    with pytest.raises(KeyError, match="the first error"):
-        with Threads(stop, on_exit=[woken.set]) as threads:
-            threads.start(wait, "waits", copies=3)
-            threads.start(fail)
-            assert stop.wait(DEADLINE)
-            assert not woken.is_set()
-    assert ended == ["waits"] * 3  # all were woken and joined
-
-
-@pytest.mark.parametrize("cause", ["a thread ends", "the block is left", "the block raises"])
-def test_whatever_ends_the_block_wakes_and_joins_all_threads(cause):
-    stop, calls, names = threading.Event(), [], []
+@pytest.mark.parametrize(
+    ("cause", "error"),
+    [
+        ("a thread ends", None),
+        ("a thread raises", "the first error"),
+        ("the block is left", None),
+        ("the block raises", "of the block"),
+    ],
+)
+def test_whatever_ends_the_block_wakes_and_joins_all_threads_and_the_first_error_counts(
+    cause, error
+):
+    stop, woken, calls, names = threading.Event(), threading.Event(), [], []
 
     def wait():
+        assert woken.wait(DEADLINE)
         names.append(threading.current_thread().name)
-        assert stop.wait(DEADLINE)
+        if error:
+            raise ValueError("a later error")
+
+    def end():
+        if error:
+            raise KeyError("the first error")
 
     before = threading.active_count()
-    raises = cause == "the block raises"
-    expected = pytest.raises(KeyError, match="of the block") if raises else nullcontext()
-    on_exit = [lambda: calls.append(1), lambda: calls.append(2)]
-    with expected, Threads(stop, on_exit=on_exit) as threads:
-        threads.start(wait, copies=2)
-        threads.start(wait, name="third")
-        if cause == "a thread ends":
-            threads.start(lambda: None)
-            assert stop.wait(DEADLINE)
-        if raises:
-            raise KeyError("of the block")
+    on_exit = [lambda: calls.append(1), lambda: calls.append(2), woken.set]
+    with pytest.raises(KeyError, match=error) if error else nullcontext():
+        with Threads(stop, on_exit=on_exit) as threads:
+            threads.start(wait, copies=2)
+            threads.start(wait, name="third")
+            if cause.startswith("a thread"):
+                threads.start(end)
+                assert stop.wait(DEADLINE) and not woken.is_set()
+            if cause == "the block raises":
+                raise KeyError("of the block")
     assert stop.is_set() and calls == [1, 2] and threading.active_count() == before
     assert sorted(names) == ["third 0", "wait 0", "wait 1"]
 
