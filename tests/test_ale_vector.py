@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ale_vector.py promises about the rows of a rollout, with the real games of ale-py."""
 
-import argparse
 import contextlib
 import os
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from ale_py.vector_env import AtariVectorEnv
 from program import ROOT, column, load, read_rows, run
+from test_atari_wrappers import parse
 
 import atari_wrappers
 from beast.ale_vector import AtariEnvironments
@@ -23,23 +23,16 @@ NONE = 10**9  # no time limit
 KEYS = ["frame", "reward", "done", "truncated", "terminated", "episode_return", "episode_step",
         "game_done", "game_return", "game_step", "last_action"]  # fmt: skip
 
-# Games with a time limit, here, so that processes that import this file have them, too.
+# A game with a time limit, here, so that processes that import this file have them, too.
 gym.register_envs(ale_py)
-for name, game, limit in (
-    ("ShortBreakout", "breakout", 100),
-    ("BothBreakout", "breakout", 97),
-):
-    kwargs = {"game": game, "repeat_action_probability": 0.0, "max_num_frames_per_episode": limit}
-    gym.register(f"{name}-v0", "ale_py.env:AtariEnv", kwargs=kwargs)
+SHORT = {"game": "breakout", "repeat_action_probability": 0.0, "max_num_frames_per_episode": 100}
+gym.register("ShortBreakout-v0", "ale_py.env:AtariEnv", kwargs=SHORT)
 gym.register("Hard-v0", "ale_py.env:AtariEnv", kwargs={"game": "pong", "difficulty": 1})
 
 
 def make_flags(words):
     """Return the flags in `words`, which begin with the environment."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--env")
-    atari_wrappers.add_flags(parser)
-    return parser.parse_args(["--env", *words.split()])
+    return parse("--env", *words.split())
 
 
 @contextlib.contextmanager
@@ -56,11 +49,11 @@ def rows_of(environments, actions):
     return rows
 
 
-def play(words, num_steps, num_envs=1, seed=1, num_actions=None):
-    """Return the rows of so many random steps, or of no-ops where num_actions is 1."""
+def play(words, num_steps, num_envs, seed):
+    """Return the rows of so many random steps."""
     with environments(words, num_envs, seed) as envs:
         random = np.random.default_rng(0)
-        actions = random.integers(num_actions or envs.num_actions, size=(num_steps, num_envs))
+        actions = random.integers(envs.num_actions, size=(num_steps, num_envs))
         return rows_of(envs, actions)
 
 
@@ -168,13 +161,6 @@ def test_a_game_that_shows_no_lives_before_it_ends_does_not_end_twice(monkeypatc
     assert len(ends()) == 5
     monkeypatch.setattr(ale_py.vector_env, "AtariVectorEnv", LastLifeIsNotShown)
     assert len(ends()) == 4
-
-
-def test_an_end_of_both_kinds_is_a_termination():
-    # FIRE serves the ball; without another action a life lasts 24 steps, of 97 frames.
-    rows = play("BothBreakout-v0 --noop_max 0", 30, num_actions=1)
-    assert where(rows, "terminated")[0] == 24 and where(rows, "truncated") == []
-    assert where(rows, "game_done") == where(rows, "done") == [0, 25]
 
 
 WRAPPED = [

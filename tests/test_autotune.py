@@ -22,7 +22,6 @@ SMALL = {  # one flag is left open
     CATCH: "--env Catch --batch_size 4 --num_actors 1",
     CATCH_POLY: "--env Catch --batch_size 4 --num_servers 1",
 }
-NO_GPU = {"gpus": []}
 
 
 @pytest.fixture
@@ -90,7 +89,7 @@ def trials(monkeypatch):
         trials.append(values)
         num_actors = int(autotune.value_of("num_actors", arguments) or 2)
         flags = {"batch_size": 8, "num_actors": num_actors} | values
-        return autotune.Trial(math.prod(values.values()), {"flags": flags, "machine": NO_GPU})
+        return autotune.Trial(math.prod(values.values()), {"flags": flags, "machine": {"gpus": []}})
 
     monkeypatch.setattr(autotune, "run_trial", run_trial)
     monkeypatch.setattr(autotune.subprocess, "run", lambda command, **_: run_once(*command))

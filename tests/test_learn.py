@@ -165,32 +165,6 @@ def test_losses_and_gradients_are_those_of_the_definitions(first, kinds, reward_
     np.testing.assert_allclose(model.baseline.grad.numpy(), values_grad, atol=1e-8)
 
 
-def test_a_rollout_of_two_steps_computed_by_hand():
-    """Two transitions, both policies uniform over two actions, values 1, 2, 3."""
-    batch = {
-        "frame": torch.arange(3),
-        "reward": torch.tensor([7.0, 1.0, -0.5]),  # the 7 belongs to the rollout before
-        "action": torch.tensor([1, 0, 1]),
-        "policy_logits": torch.zeros(3, 2),
-        "done": torch.tensor([True, False, False]),
-        "truncated": torch.zeros(3, dtype=torch.bool),
-        "terminated": torch.zeros(3, dtype=torch.bool),
-    }
-    model = Table(torch.zeros(3, 2), torch.tensor([1.0, 2.0, 3.0]))
-    batch = {key: value.unsqueeze(1) for key, value in batch.items()}
-    metrics = learn(batch, model, discounting=0.5, entropy_cost=0.01)
-    #   delta_1 = -0.5 + 0.5 * 3 - 2 = -1        vs_1 = 2 - 1 = 1
-    #   delta_0 =  1   + 0.5 * 2 - 1 =  1        vs_0 = 1 + 1 - 0.5 * 1 = 1.5
-    #   advantage_1 = -0.5 + 0.5 * 3 - 2 = -1    advantage_0 = 1 + 0.5 * 1 - 1 = 0.5
-    log_2 = math.log(2)
-    assert metrics["pg_loss"] == pytest.approx(log_2 * (0.5 - 1))
-    assert metrics["baseline_loss"] == pytest.approx(0.5 * (0.5**2 + 1**2) / 2)
-    assert metrics["entropy_loss"] == pytest.approx(0.01 * 2 * -log_2)
-    # Action 0 leads from row 0 to row 1 and is wanted, action 1 from there to row 2 is not.
-    assert model.policy_logits.grad.tolist() == [[-0.25, 0.25], [-0.5, 0.5], [0, 0]]
-    assert model.baseline.grad.tolist() == [-0.25, 0.5, 0]
-
-
 def test_gradient_is_clipped_to_its_norm_and_keeps_its_direction():
     stream, model = random_stream(0, T + 1)
     full = gradients(stream, model)

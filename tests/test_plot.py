@@ -106,7 +106,7 @@ def test_hours_leave_out_the_time_in_which_a_run_was_stopped(tmp_path):
         assert curve["hours"]["end"] == pytest.approx(end / 3600)
 
 
-def test_the_x_axes_are_those_that_say_most(tmp_path):
+def test_the_x_axes_are_those_that_say_most_and_they_and_the_metrics_can_be_chosen(tmp_path):
     rows = [r | {"_time": 100 * r["_tick"]} for r in ROWS]  # more than an hour
     long, short = write_run(tmp_path / "a", rows=rows), write_run(tmp_path / "b", frame_skip=1)
     assert list(draw_page(tmp_path, long)[1]["x_axes"]) == ["steps", "frames", "hours"]
@@ -115,6 +115,11 @@ def test_the_x_axes_are_those_that_say_most(tmp_path):
     assert list(data["x_axes"]) == list(data["limits"]) == ["minutes", "hours", "steps"]
     with pytest.raises(PlotError, match="--x is days; it must be some of steps,frames,minutes,"):
         draw_page(tmp_path, short, "--x", "days")
+    assert list(draw_page(tmp_path, long, "--metrics", "entropy")[1]["panels"]) == [
+        *("mean_game_return", "entropy")
+    ]
+    with pytest.raises(PlotError, match="no run has ess, but there are mean_game_return, entropy"):
+        draw_page(tmp_path, long, "--metrics", "entropy,ess")
 
 
 def test_long_logs_are_averaged_not_sampled(tmp_path):
@@ -134,12 +139,16 @@ def test_all_are_measured_by_the_same_return(tmp_path):
     assert data["panels"]["mean_game_return"] == "mean_game_return"  # below, for those that have it
 
 
-def test_what_is_not_a_number_is_left_out(tmp_path, capsys):
+def test_what_is_not_a_number_or_half_written_is_left_out(tmp_path, capsys):
     values = ["", "nan", "1.5", "inf", "2.5"] + ["2"] * 36
     rows = [r | {"kl": v, "word": "good"} for r, v in zip(ROWS, values, strict=True)]
-    kl = curves(tmp_path, write_run(tmp_path / "run", rows=rows))["Pong"]
+    run_folder = write_run(tmp_path / "run", rows=rows)
+    kl = curves(tmp_path, run_folder)["Pong"]
     assert "word" not in kl and "column word is left out" in capsys.readouterr().out
     assert kl["kl"]["steps"]["start"] == 2000 and 2.4 < max(kl["kl"]["steps"]["mean"]) <= 2.5
+    with open(run_folder / "logs.csv", "a") as file:
+        file.write("41,1000000205.0,41000,2,good,41.0,-1")  # was to become -12.5
+    assert curves(tmp_path, run_folder)["Pong"] == kl
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("*pong*.csv")))
@@ -188,14 +197,6 @@ def test_the_page_shows_flags_commit_and_machine(tmp_path):
     assert re.findall(r"<td>([^<]*)", differing) == ["learning_rate", "0.0123", "0.5"]
 
 
-def test_the_metrics_below_can_be_chosen(tmp_path):
-    run_folder = write_run(tmp_path / "run", rows=[r | {"kl": 1} for r in ROWS])
-    _, data = draw_page(tmp_path, run_folder, "--metrics", "kl")
-    assert list(data["panels"]) == ["mean_game_return", "kl"]
-    with pytest.raises(PlotError, match="no run has ess, but there are kl, mean_game_return"):
-        draw_page(tmp_path, run_folder, "--metrics", "kl,ess")
-
-
 def test_without_matplotlib_there_is_the_page(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(PlotError, match="pictures need matplotlib: pip install"):
@@ -227,14 +228,6 @@ def test_a_broken_log_is_refused_in_words(tmp_path, content, message):
     with pytest.raises(PlotError, match=message):
         draw_page(tmp_path, run_folder)
     assert not (tmp_path / "page.html").exists()
-
-
-def test_a_line_that_is_half_written_does_not_count(tmp_path):
-    run_folder = write_run(tmp_path / "run")
-    whole = curves(tmp_path, run_folder)
-    with open(run_folder / "logs.csv", "a") as file:
-        file.write("41,1000000205.0,41000,41.0,-1")  # was to become -12.5
-    assert curves(tmp_path, run_folder) == whole
 
 
 @pytest.mark.whole

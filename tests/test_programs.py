@@ -144,7 +144,7 @@ def test_the_folder_holds_what_happened(case, learned):
     assert flags["seed"] == 12 and flags["program"] == f"{case.name}.py"
 
 
-def test_logs_hold_all_metrics_and_never_a_nan(case, learned):
+def test_logs_and_status_line_hold_all_metrics_and_never_a_nan(case, learned):
     text = (learned.folder / "logs.csv").read_text()
     assert text.startswith("_tick,_time,step,")
     for written in (text, learned.output):
@@ -157,23 +157,16 @@ def test_logs_hold_all_metrics_and_never_a_nan(case, learned):
         assert all(0 <= fraction <= 1 for fraction in column(rows, name))
     assert any(column(rows, "learner_wait"))
     assert float(rows[-1]["learning_rate"]) == 0
-
-
-def test_the_status_line_shows_the_run(case, learned):
-    """All of such a line is in test_run.py."""
-    line = [line for line in learned.output.splitlines() if "steps/s" in line][-1]
-    waits, number = "/".join([r"\d+%"] * len(case.waits)), r"-?[\d,.e+-]+"
-    assert re.search(rf"100\.0% \| {number} steps .*\| game {number} \| loss ", line), line
-    assert re.search(rf"\| wait {waits} \| {case.status} \| lag .*\| left 0:00:00", line), line
-
-
-def test_policy_lag_is_small_but_not_zero(case, learned):
-    rows = read_rows(learned.folder)
     lags = [column(rows, f"policy_lag_{name}") for name in ("min", "mean", "max")]
     assert len(lags[0]) > 0
     for least, mean, most in zip(*lags, strict=True):
         assert 0 <= least <= mean <= most
     assert 0 < max(lags[1]) <= case.most_lag
+    # All of a status line is in test_run.py.
+    line = [line for line in learned.output.splitlines() if "steps/s" in line][-1]
+    waits, number = "/".join([r"\d+%"] * len(case.waits)), r"-?[\d,.e+-]+"
+    assert re.search(rf"100\.0% \| {number} steps .*\| game {number} \| loss ", line), line
+    assert re.search(rf"\| wait {waits} \| {case.status} \| lag .*\| left 0:00:00", line), line
 
 
 def play(case, capsys, *arguments):
