@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 import re
+import runpy
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from catch_env import Catch, Counter
-from program import HELPERS, Program, column, last_step, read_rows, split_words, wait_until
+from program import HELPERS, ROOT, Program, column, last_step, read_rows, split_words, wait_until
 
 import atari_wrappers
 import monobeast
@@ -91,6 +92,25 @@ def test_games_count_as_they_begin_so_that_long_ones_are_not_left_out(num_games)
 def test_a_game_is_whole_where_lives_are_lost():
     games, _ = play(Environments(lambda: Lives(length=4), 2, 1), 4)
     assert games == [(30.0, 12)] * 4
+
+
+@both
+def test_fire_is_pressed_after_each_lost_life_as_in_training(name):
+    # The program anew, since the helpers have replaced create_env.
+    file = {"monobeast": "monobeast.py", "polybeast": "polybeast_env.py"}[name]
+    program = types.SimpleNamespace(**runpy.run_path(str(ROOT / file)))
+    words = "--mode test --env BreakoutNoFrameskip-v4 --frame_size 42"
+    flags = PROGRAMS[name].parser.parse_args(words.split())
+    environments = Environments(lambda: program.create_env(flags), 1, 1)
+    ale, balls = environments.envs[0].unwrapped.ale, []
+
+    def watch(inputs, agent_state):
+        balls.append(ale.getRAM()[101] > 0)  # the ball's height; 0: there is no ball
+        assert len(balls) < 1000, "the game stands still"
+        return agent_state
+
+    play(environments, 1, Still(watch))
+    assert ale.lives() == 5 and len(balls) > 100 and np.mean(balls) > 0.9
 
 
 def test_a_state_that_shares_memory_with_its_input_is_not_overwritten():
