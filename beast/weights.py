@@ -9,19 +9,23 @@ from beast.shared_memory import check_shared_memory
 class SharedWeights:
     """Weights in shared memory, for actor processes.
 
-    Two slots are written in turn, and the version is written only after its slot is complete. A
+    The slots are written in turn, and the version is written only after its slot is complete. A
     reader that finds the version unchanged after its copy knows that nobody wrote to that slot
     meanwhile. A lock would do too, until an actor is killed while it holds it.
 
+    Args:
+      model: whose weights these are at first, as version 0.
+      num_slots: how many versions are kept.
+
     Raises:
-      FlagError: /dev/shm has no room for both slots.
+      FlagError: /dev/shm has no room for all slots.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, num_slots=2):
         weights = _flatten(model)
-        check_shared_memory(2 * weights.numel(), "the weights of the net")
+        check_shared_memory(num_slots * weights.numel(), "the weights of the net")
         self._version = torch.zeros(1, dtype=torch.int64).share_memory_()
-        self._slots = torch.stack([weights] * 2).share_memory_()
+        self._slots = torch.stack([weights] * num_slots).share_memory_()
 
     @property
     def version(self):
@@ -29,21 +33,21 @@ class SharedWeights:
 
     def publish(self, model):
         version = self.version + 1
-        self._slots[version % 2] = _flatten(model)
+        self._slots[version % len(self._slots)] = _flatten(model)
         self._version[0] = version
 
     def load_into(self, model, version=None):
         """Copy weights into `model` and return their version: the newest, or what is asked for.
 
-        Version + 2, which goes to the same slot as a version asked for, must not be published
-        before this returns; with --deterministic the learner waits for that.
+        Version + num_slots, which goes to the same slot as a version asked for, must not be
+        published before this returns; with --deterministic the learner waits for that.
         """
         if version is None:
             while version != self.version:
                 version = self.version
-                weights = self._slots[version % 2].clone()
+                weights = self._slots[version % len(self._slots)].clone()
         else:
-            weights = self._slots[version % 2].clone()
+            weights = self._slots[version % len(self._slots)].clone()
         tensors = model.state_dict().values()
         parts = weights.split([t.numel() * t.element_size() for t in tensors])
         for tensor, part in zip(tensors, parts, strict=True):

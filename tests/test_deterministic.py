@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from catch import monobeast
-from program import HELPERS, column, load, read_rows, run
+from program import HELPERS, ROOT, column, load, read_rows, run
 
 from beast.errors import FlagError
 from beast.run import LOG_UPDATES
@@ -64,6 +64,17 @@ def test_what_follows_a_checkpoint_is_the_same_each_time(tmp_path, first):
     (rows, weights), (others, other_weights) = outcomes
     assert rows == others and column(rows, "step")[-1] == 2 * STEPS
     assert equal(weights, other_weights) and not equal(weights, first[2])
+
+
+@pytest.mark.whole
+def test_the_benchmark_of_staleness_acts_with_weights_just_as_old_as_asked_for(tmp_path):
+    flags = "--env PongNoFrameskip-v4 --frame_size 42 --lag 7 --correction none --xpid run"
+    arguments = (flags, ARGUMENTS, "--total_steps", STEPS, "--savedir", tmp_path)
+    status, output = run(ROOT / "benchmarks" / "staleness.py", *arguments)
+    assert status == 0, output
+    rows = read_rows(tmp_path / "run")
+    assert column(rows, "policy_lag_max") == [7.0] * 3
+    assert column(rows, "policy_lag_min") == [0.0, 7.0, 7.0]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,9 @@ class Interrupted:
     def __init__(self, slots, interruption):
         self.slots, self.interruption = slots, interruption
 
+    def __len__(self):
+        return len(self.slots)
+
     def __setitem__(self, key, value):
         self.slots[key] = value
 
@@ -99,11 +102,13 @@ def test_weights_published_while_they_are_read_are_read_again(count):
     assert all((p == count).all() for p in reader.parameters())
 
 
-def test_the_version_asked_for_is_loaded_though_a_newer_one_is_published():
+@pytest.mark.parametrize("num_slots", [2, 5])
+def test_the_version_asked_for_is_loaded_though_newer_ones_are_published(num_slots):
     model, reader = create_model(), create_model()
-    weights = SharedWeights(model)
-    for version in (1, 2):
+    weights = SharedWeights(model, num_slots)
+    for version in range(1, 8):
         set_weights(model, version)
         weights.publish(model)
-    assert weights.load_into(reader, 1) == 1
-    assert all((p == 1).all() for p in reader.parameters())
+    for version in range(8 - num_slots, 8):
+        assert weights.load_into(reader, version) == version
+        assert all((p == version).all() for p in reader.parameters())
