@@ -25,6 +25,7 @@ rows; row 0 is the last row of the rollout before it. libtorchbeast/rows.py says
 
 import copy
 import functools
+import math
 import os
 
 import torch
@@ -78,6 +79,10 @@ loss.add_argument("--baseline_cost", default=0.5, type=non_negative(float),
 loss.add_argument("--discounting", default=0.99, type=fraction, help="Discount factor of a step.")
 loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "none"],
                   help="Clip rewards to [-1, 1] in the learner.")
+loss.add_argument("--policy_clipping", default=0.2, type=positive(float),
+                  help="An action that has become this much more probable since it was played, "
+                  "where it did well, or less probable, where not, gives no policy gradient: 0.2 "
+                  "is 1.2 times, or 1 / 1.2 times. A large number, such as 1e9, is none.")
 
 rmsprop = parser.add_argument_group("optimizer (RMSProp)")
 rmsprop.add_argument("--learning_rate", default=2e-3, type=positive(float),
@@ -290,8 +295,12 @@ def compute_loss(flags, model, batch, initial_agent_state):
         bootstrap_value=bootstrap_value,
         mask=mask,
     )
+    # Much as in PPO (Schulman et al. 2017, equation 7): where the policy has moved far enough from
+    # the one that acted, in the direction of the advantage, it is pushed no further.
+    moved = targets.log_rhos * targets.pg_advantages.sign()
+    pg_mask = mask & ~(moved > math.log1p(flags.policy_clipping))  # a NaN stays in, to be reported
     pg_loss = compute_policy_gradient_loss(
-        target_policy_logits, actions, targets.pg_advantages, mask
+        target_policy_logits, actions, targets.pg_advantages, pg_mask
     )
     baseline_loss = flags.baseline_cost * compute_baseline_loss(targets.vs - values, mask)
     entropy_loss = flags.entropy_cost * compute_entropy_loss(target_policy_logits, mask)

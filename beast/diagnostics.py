@@ -67,7 +67,9 @@ class Check(NamedTuple):
         return (value - self.limit) / (self.worst - self.limit)
 
 
-FRESHER = "lower --learning_rate, raise --batch_size, or have fewer environments"
+FRESHER = (
+    "lower --policy_clipping or --learning_rate, raise --batch_size, or have fewer environments"
+)
 CHECKS = (
     Check(
         name="effective_sample_size",

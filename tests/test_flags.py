@@ -31,6 +31,7 @@ COUNTS += ["num_episodes", "num_test_envs"]
         ("--entropy_cost=-1", "-1 is not valid: it must not be negative"),
         ("--baseline_cost nan", "nan is not valid: it must not be negative"),
         ("--epsilon inf", "inf is not valid: it must be positive"),
+        ("--policy_clipping 0", "argument --policy_clipping: 0 is not valid: it must be positive"),
         ("--eval_interval=-1", "-1 is not valid: it must not be negative"),
         ("--unroll_length 2.5", "invalid int value: '2.5'"),
         ("--learning_rte 0.1", "--learning_rte 0.1; did you mean --learning_rate?"),

@@ -132,26 +132,32 @@ def naive_losses(batch, table, flags):
         for t, action, log_policy, advantage in transitions:
             policy, n = np.exp(log_policy), row["frame"][t]
             negative_entropy = (policy * log_policy).sum()
-            losses["pg_loss"] += -log_policy[action] * advantage
             losses["baseline_loss"] += flags.baseline_cost * 0.5 * (vs[t] - v[t]) ** 2
             losses["entropy_loss"] += flags.entropy_cost * negative_entropy
+            log_rho = log_policy[action] - log_softmax(row["policy_logits"][t + 1])[action]
+            if math.copysign(1, advantage) * log_rho > math.log(1 + flags.policy_clipping):
+                advantage = 0  # it has moved far enough in this direction
+            losses["pg_loss"] += -log_policy[action] * advantage
             logits_grad[n] += advantage * (policy - np.eye(A)[action])
             logits_grad[n] += flags.entropy_cost * policy * (log_policy - negative_entropy)
             values_grad[n] += flags.baseline_cost * (v[t] - vs[t])
     return losses, logits_grad, values_grad
 
 
-@pytest.mark.parametrize("reward_clipping", ["abs_one", "none"])
+@pytest.mark.parametrize("reward_clipping, policy_clipping", [("abs_one", 0.2), ("none", 1e9)])
 @pytest.mark.parametrize(
     "kinds", ["truncated", "terminated", "done", "truncated done truncated terminated"]
 )
 @pytest.mark.parametrize("first", range(2 * T))  # of the ends, also at the first and the last row
-def test_losses_and_gradients_are_those_of_the_definitions(first, kinds, reward_clipping):
+def test_losses_and_gradients_are_those_of_the_definitions(
+    first, kinds, reward_clipping, policy_clipping
+):
     stream, model = random_stream(first, 4 * T + 1)
     for row, kind in zip((0, T - 1, 2 * T - 1, 12), kinds.split(), strict=False):
         end_episode(stream, (row + first) % (4 * T), kind)
     stream["reward"] *= 2  # so that many are clipped
-    overrides = {"reward_clipping": reward_clipping, "entropy_cost": 0.3, "baseline_cost": 0.7}
+    overrides = {"entropy_cost": 0.3, "baseline_cost": 0.7}
+    overrides |= {"reward_clipping": reward_clipping, "policy_clipping": policy_clipping}
     flags, batch = make_flags(**overrides), rollouts(stream)
     metrics = learn(batch, model, **overrides)
     assert {check.name for check in CHECKS} - {"policy_lag_max"} <= metrics.keys()
