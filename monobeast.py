@@ -25,7 +25,6 @@ rows; row 0 is the last row of the rollout before it. libtorchbeast/rows.py says
 import contextlib
 import functools
 import math
-import os
 
 import numpy as np
 import torch
@@ -41,6 +40,7 @@ from beast.environments import Environments, map_nest, try_out
 from beast.flags import add_run_flags, parse_flags, run_program
 from beast.fork_server import start_fork_server
 from beast.learner import Learner, get_device
+from beast.machine import choose_actors, count_cores
 from beast.metrics import is_finite, to_floats
 from beast.nets import create_net
 from beast.parser import Parser, fraction, non_negative, positive
@@ -64,9 +64,11 @@ add_run_flags(parser)
 training = parser.add_argument_group("training")
 training.add_argument("--total_steps", default=5_000_000, type=positive(int),
                       help="Agent steps to learn from.")
-training.add_argument("--num_actors", default=2, type=positive(int), help="Actor processes.")
-training.add_argument("--envs_per_actor", default=8, type=positive(int),
-                      help="Environments that an actor steps with one batched forward pass.")
+training.add_argument("--num_actors", type=positive(int), help="Actor processes. By default as the "
+                      "cores allow: 2 for two cores.")
+training.add_argument("--envs_per_actor", type=positive(int),
+                      help="Environments that an actor steps with one batched forward pass. By "
+                      "default 8, or fewer where that would be too many for --batch_size.")
 training.add_argument("--batch_size", default=8, type=positive(int), help="Rollouts in a batch.")
 training.add_argument("--unroll_length", default=20, type=positive(int),
                       help="Steps in a rollout.")
@@ -390,7 +392,8 @@ def batch_and_learn(flags, learner, actors, buffers, run):
 
 
 def check_flags(flags):
-    """Refuse flags that contradict each other; fill in those that depend on others."""
+    """Refuse flags that contradict each other; fill in those that are open."""
+    choose_actors(flags, has_gpu=get_device(flags).type == "cuda")
     check_buffers(flags)
     # Actors compute on the CPU.
     choose_precision(flags, Net, [get_device(flags), torch.device("cpu")])
@@ -402,7 +405,7 @@ def train(flags):
     if flags.deterministic:
         make_deterministic()
     seed_generators([flags.seed, 0])
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - flags.num_actors))
+    torch.set_num_threads(max(1, count_cores() - flags.num_actors))
 
     sample = create_environments(flags, 1, [flags.seed, 0], "the environment")
     with contextlib.closing(sample):

@@ -39,6 +39,7 @@ from beast.environments import map_nest
 from beast.errors import FlagError
 from beast.flags import add_run_flags, add_server_flags, parse_flags, run_program
 from beast.learner import Learner, get_device
+from beast.machine import choose_servers, count_cores
 from beast.metrics import is_finite, to_floats
 from beast.nets import create_net
 from beast.parser import Parser, fraction, non_negative, positive
@@ -386,7 +387,8 @@ def batch_and_learn(flags, learner, streams, run):
 
 
 def check_flags(flags):
-    """Refuse flags that contradict each other; fill in those that depend on others."""
+    """Refuse flags that contradict each other; fill in those that are open."""
+    choose_servers(flags, has_gpu=get_device(flags).type == "cuda")
     servers.check_servers(flags)
     if (flags.max_learner_queue_size or flags.batch_size) < flags.batch_size:
         raise FlagError(
@@ -402,7 +404,7 @@ def train(flags):
     seed_generators([flags.seed, 0])
     # On a CPU, all else waits for the learning of the deep net, so that gets all cores. With the
     # shallow net servers and inference need theirs (measured in benchmarks/README.md).
-    num_threads = len(os.sched_getaffinity(0))
+    num_threads = count_cores()
     if flags.model == "shallow" and not flags.server_addresses:
         num_threads = max(1, num_threads - flags.num_servers)
     torch.set_num_threads(num_threads)

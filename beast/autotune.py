@@ -23,17 +23,16 @@ import sys
 import tempfile
 import time
 
+from beast.machine import MAX_ENVS, MAX_LAG
 from beast.processes import STOP_SIGNALS
 from beast.servers import expand_addresses
 
 GAIN = 1.1  # times the best rate so far; less might be noise, and more environments mean more lag
-MAX_BATCHES = 8  # that all rollouts under way make up: about how many updates the policies lag
 TRIALS_PER_FLAG = 3
 MIN_UPDATES = 20  # by the learner, that a rate is measured over
 PATIENCE = 120  # seconds for a trial to be measured; most take 10 to 15
 GRACE = 15  # seconds for a trial to end
 ALL_GIVEN = "the command line sets all flags that could be varied: leave some out"
-PROCESSES = ("num_actors", "num_servers")  # flags
 NOT_IN_TRIALS = ("--wandb", "--write_profiler_trace")  # flags
 TRIAL = "--mode train --xpid trial --total_steps 1000000000000 --disable_checkpoint "
 TRIAL += "--eval_interval 0 --end_with_stdin"
@@ -43,7 +42,7 @@ parser = argparse.ArgumentParser(
     usage="%(prog)s PROGRAM [FLAG ...]",
     description="Find the fastest flags of a program on this machine, in a minute or two, and "
     "print the command with them. Varied are num_actors and envs_per_actor for monobeast.py and "
-    "its forks; num_servers (with --server_addresses num_actors), envs_per_stream and, with a "
+    "its forks; num_servers (not with --server_addresses), num_actors, envs_per_stream and, with a "
     "GPU, num_inference_threads for polybeast.py and its forks. Flags that are given are kept.",
 )
 parser.add_argument("program", metavar="PROGRAM", help="monobeast.py, polybeast.py or a fork.")
@@ -78,14 +77,7 @@ def tune(program, arguments):
     """
     start = find_flags(program, arguments)
     print(f"Trying {program}, each time for about 15 seconds:", flush=True)
-    try:
-        first = run_trial(program, arguments, start)
-    except TrialError:
-        # Where as many processes as cores cannot even start, begin with the program's own number.
-        fewer = {name: value for name, value in start.items() if name not in PROCESSES}
-        if fewer == start:
-            raise
-        first = run_trial(program, arguments, fewer)
+    first = run_trial(program, arguments, {n: v for n, v in start.items() if v is not None})
     start = {name: first.flags[name] for name in start}
     if not first.has_gpu:
         start.pop("num_inference_threads", None)
@@ -111,17 +103,20 @@ def tune(program, arguments):
 
 
 def find_flags(program, arguments):
-    """Return the flags to vary, in the order of the search, and the value at which each starts."""
+    """Return the flags to vary, in the order of the search, and the value at which each starts.
+
+    It is None where the program's own default is to be it, which follows the machine.
+    """
     process = subprocess.run([sys.executable, program, "--help"], capture_output=True, text=True)
     known = set(re.findall(r"--(\w+)", process.stdout))
-    num_cores = len(os.sched_getaffinity(0))
     if {"num_actors", "envs_per_actor"} <= known:
-        start = {"envs_per_actor": 8, "num_actors": num_cores}
+        start = dict.fromkeys(("num_actors", "envs_per_actor"))
     elif {"num_actors", "envs_per_stream"} <= known:
-        start = {"envs_per_stream": 8, "num_servers": num_cores, "num_inference_threads": 1}
+        names = ("num_servers", "num_actors", "envs_per_stream", "num_inference_threads")
+        start = dict.fromkeys(names)
         if addresses := value_of("server_addresses", arguments):
             del start["num_servers"]
-            start["num_actors"] = len(expand_addresses(addresses))
+            start |= {"num_actors": len(expand_addresses(addresses)), "envs_per_stream": MAX_ENVS}
     else:
         raise TrialError(
             f"{program} --help lists no --num_actors with --envs_per_actor, as monobeast.py does, "
@@ -144,13 +139,15 @@ def search(measure, start):
     """Double one value after the other, else halve it, while that gains; return the best ones."""
     best, best_rate = start, measure(start)
     for name in start:
-        factor = 2
+        factor, first = 2, best[name]
         for _ in range(TRIALS_PER_FLAG):
-            value = int(best[name] * factor)
-            rate = measure(best | {name: value}) if value > 0 else 0
+            values = best | {name: int(best[name] * factor)}
+            if name == "num_servers" and "num_actors" in best:  # as many streams a server as before
+                values["num_actors"] = int(best["num_actors"] * factor)
+            rate = measure(values) if min(values.values()) > 0 else 0
             if rate > GAIN * best_rate:
-                best, best_rate = best | {name: value}, rate
-            elif factor == 2 and best[name] == start[name]:
+                best, best_rate = values, rate
+            elif factor == 2 and best[name] == first:
                 factor = 0.5
             else:
                 break
@@ -161,9 +158,9 @@ def check_lag(flags):
     """Refuse so many environments that learning would suffer; `flags` is a dict."""
     num_processes = flags.get("num_actors") or flags.get("num_servers")
     num_envs = num_processes * (flags.get("envs_per_actor") or flags.get("envs_per_stream"))
-    if num_envs > MAX_BATCHES * flags["batch_size"]:
+    if num_envs > MAX_LAG * flags["batch_size"]:
         raise TrialError(
-            f"{num_envs} environments make more than {MAX_BATCHES} batches of --batch_size "
+            f"{num_envs} environments make more than {MAX_LAG} batches of --batch_size "
             f"{flags['batch_size']} at once, so that the policies would lag"
         )
 

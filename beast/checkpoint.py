@@ -22,7 +22,7 @@ from beast.randomness import random_states, restore_random_states
 NOT_RESUMED = (
     *("mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "num_buffers"),
     *("pipes_basename", "write_profiler_trace", "autotune", "best", "end_with_stdin"),
-    *("record_video", "result_file", "render_mode", "wandb"),
+    *("record_video", "result_file", "render_mode", "wandb", "chosen", "fp32_devices"),
     # Nor shall a checkpoint from elsewhere choose which secret is sent to its servers.
     *credentials.FLAGS,
 )

@@ -42,8 +42,8 @@ def add_run_flags(parser):
     run.add_argument("--disable_cuda", action="store_true", help="Learn on the CPU.")
     run.add_argument("--precision", choices=["fp32", "bf16"],
                      help="Number format of the net's layers before the LSTM, in actors and "
-                     "learner; all else is float32. By default bf16 where the machine multiplies "
-                     "in it, else fp32.")
+                     "learner; all else is float32. By default bf16 on devices that multiply in "
+                     "it, fp32 on others.")
     run.add_argument("--write_profiler_trace", action="store_true",
                      help="Write a trace of 20 updates into the run's folder.")
     run.add_argument("--stall_timeout_s", default=60, type=positive(float),
@@ -55,6 +55,9 @@ def add_run_flags(parser):
                      "that must not leave this one behind.")
     run.add_argument("--autotune", action="store_true", help=argparse.SUPPRESS)
     # fmt: on
+    # What programs find out about the machine that they run on: flags that they fill in, and
+    # devices that compute in fp32 though --precision is bf16.
+    parser.set_defaults(chosen=[], fp32_devices=[])
     evaluate.add_flags(parser)
 
 
@@ -65,16 +68,17 @@ def add_server_flags(parser):
     group.add_argument("--server_addresses", help="Where servers run already: host:port, "
                        "host:first_port-last_port or unix:/path, separated by commas. By default, "
                        "and where it is empty, servers are started here.")
-    group.add_argument("--num_servers", default=2, type=positive(int),
-                       help="Server processes to start here.")
+    group.add_argument("--num_servers", type=positive(int), help="Server processes to start here. "
+                       "By default as the cores allow: 2 for two cores.")
     group.add_argument("--pipes_basename", help="Start them at NAME.0, NAME.1, ... (a single one "
                        "at NAME), such as unix:/tmp/polybeast; or at host:port and the ports after "
                        "it. By default in a temporary folder.")
     group.add_argument("--num_actors", type=positive(int), help="Streams, which the servers share. "
-                       "By default one for each server.")
+                       "By default one for each server; two for each that is started here, on more "
+                       "than two cores.")
     group.add_argument("--envs_per_stream", type=positive(int), help="Environments that a server "
-                       "steps as one batch. By default as its own flag says, which is 8 unless it "
-                       "was given.")
+                       "steps as one batch. By default 8, or fewer where that is too many for "
+                       "--batch_size; of servers that run already, as their own flag says.")
     # fmt: on
     credentials.add_flags(parser)
 
@@ -127,7 +131,8 @@ def parse_flags(parser, argv=None):
 def _complete(parser, argv, flags, saved):
     """Return the flags with what the command line leaves open taken from a checkpoint."""
     kept = {k: v for k, v in saved["flags"].items() if k in flags}
-    kept = {k: v for k, v in kept.items() if k not in checkpoint.NOT_RESUMED}
+    chosen = saved["flags"].get("chosen", [])  # for a machine that may have been another one
+    kept = {k: v for k, v in kept.items() if k not in (*checkpoint.NOT_RESUMED, *chosen)}
     xpid, flags = flags.xpid, parser.parse_args(argv, argparse.Namespace(**kept))
     flags.xpid = xpid
     if saved["flags"]["env"] not in (None, flags.env):  # None: of servers that named no game

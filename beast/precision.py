@@ -10,7 +10,11 @@ from beast.environments import map_nest
 
 def autocast(flags, device):
     """Have the model compute in --precision; its weights stay float32."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=flags.precision == "bf16")
+    return torch.autocast(device.type, torch.bfloat16, enabled=computes_in_bf16(flags, device))
+
+
+def computes_in_bf16(flags, device):
+    return flags.precision == "bf16" and device.type not in flags.fp32_devices
 
 
 def to_float32(outputs):
@@ -27,10 +31,24 @@ def has_bf16(device):
 
 
 def choose_precision(flags, model_class, devices):
-    """Set flags.precision, where it is open, to what is fastest on all devices of the model."""
-    fast = all(map(has_bf16, devices))
+    """Set flags.precision, where it is open: to bf16 if the net and a device are good at it.
+
+    Devices that are not compute in fp32 then; their types are in flags.fp32_devices.
+
+    Args:
+      devices: of the learner and of the actors or inference.
+    """
+    slow = {device.type for device in devices if not has_bf16(device)}
+    flags.fp32_devices = []
     if flags.precision is None:
-        knows_bf16 = getattr(model_class, "knows_bf16", False)
-        flags.precision = "bf16" if fast and knows_bf16 else "fp32"
-    elif flags.precision == "bf16" and not fast:
-        logging.warning("--precision bf16 is slower than fp32 on this machine, which emulates it")
+        flags.chosen = [*flags.chosen, "precision"]
+        some_fast = len(slow) < len({device.type for device in devices})
+        flags.precision = (
+            "bf16" if some_fast and getattr(model_class, "knows_bf16", False) else "fp32"
+        )
+        flags.fp32_devices = sorted(slow) if flags.precision == "bf16" else []
+    elif flags.precision == "bf16" and slow:
+        logging.warning(
+            "--precision bf16 is slower than fp32 on this machine, which emulates it (%s)",
+            ", ".join(sorted(slow)),
+        )

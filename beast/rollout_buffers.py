@@ -6,6 +6,7 @@ import torch
 from beast.environments import map_nest
 from beast.errors import FlagError
 from beast.learner import Batch
+from beast.machine import fit_actors
 from beast.shared_memory import check_shared_memory
 
 
@@ -36,6 +37,7 @@ def check_buffers(flags):
     least = flags.num_actors * flags.envs_per_actor + flags.batch_size
     if flags.num_buffers is None:
         flags.num_buffers = least if flags.deterministic else least + flags.batch_size
+        flags.chosen = [*flags.chosen, "num_buffers"]
     if flags.deterministic:
         _check_deterministic(flags, least)
     if flags.num_buffers < least:
@@ -49,6 +51,8 @@ def check_buffers(flags):
 def create_buffers(flags, row, agent_output, agent_state):
     """Return the rollout buffers in shared memory: one tensor a key, [num_buffers, T + 1, ...].
 
+    There are fewer actors then, where their number was left open and /dev/shm is small.
+
     Args:
       row, agent_output: dicts of tensors [T, B, ...] (or nests of them), agent_state: nest of
         tensors [layers, B, ...]; all of them samples.
@@ -56,24 +60,25 @@ def create_buffers(flags, row, agent_output, agent_state):
     Raises:
       FlagError: /dev/shm has no room for them.
     """
-    M, T = flags.num_buffers, flags.unroll_length
-    rows = row | agent_output
-    shapes = {  # on the device "meta", which has no memory
-        "rows": map_nest(lambda x: x.to("meta").new_empty(M, T + 1, *x.shape[2:]), rows),
+    T = flags.unroll_length
+    rollout = {  # one, on the device "meta", which has no memory
+        "rows": map_nest(lambda x: x.to("meta").new_empty(T + 1, *x.shape[2:]), row | agent_output),
         "initial_agent_state": map_nest(
-            lambda s: s.to("meta").new_empty(M, s.shape[0], 1, *s.shape[2:]), agent_state
+            lambda s: s.to("meta").new_empty(s.shape[0], 1, *s.shape[2:]), agent_state
         ),
-        "policy_version": torch.empty(M, dtype=torch.int64, device="meta"),
-        "actor": torch.empty(M, dtype=torch.int64, device="meta"),  # which has filled it
+        "policy_version": torch.empty((), dtype=torch.int64, device="meta"),
+        "actor": torch.empty((), dtype=torch.int64, device="meta"),  # which has filled it
     }
     sizes = []
-    map_nest(lambda x: sizes.append(x.numel() * x.element_size()), shapes)
+    map_nest(lambda x: sizes.append(x.numel() * x.element_size()), rollout)
+    fit_actors(flags, sum(sizes))
+    M = flags.num_buffers
     advice = (
         f", or lower --num_buffers ({M}), --num_actors ({flags.num_actors}) or --envs_per_actor "
         f"({flags.envs_per_actor})"
     )
-    check_shared_memory(sum(sizes), "the rollout buffers", advice)
-    return map_nest(lambda x: torch.zeros_like(x, device="cpu").share_memory_(), shapes)
+    check_shared_memory(M * sum(sizes), "the rollout buffers", advice)
+    return map_nest(lambda x: torch.zeros(M, *x.shape, dtype=x.dtype).share_memory_(), rollout)
 
 
 def write_agent_state(buffers, indices, agent_state):

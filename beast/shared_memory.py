@@ -6,16 +6,24 @@ import shutil
 from beast.errors import FlagError
 
 
+def has_shared_memory(num_bytes):
+    """Return whether /dev/shm has room for so much."""
+    return num_bytes <= 0.95 * _free_bytes()
+
+
+def _free_bytes():
+    return shutil.disk_usage("/dev/shm").free
+
+
 def check_shared_memory(num_bytes, what, advice=""):
     """Refuse what /dev/shm has no room for: writing to it would end the run by SIGBUS.
 
     Raises:
       FlagError: it names `what` needs the memory, and how to get it, `advice` included.
     """
-    free = shutil.disk_usage("/dev/shm").free
-    if num_bytes > 0.95 * free:
+    if not has_shared_memory(num_bytes):
         raise FlagError(
             f"{what} need {num_bytes / 2**20:,.0f} MiB of shared memory, but /dev/shm has "
-            f"{free / 2**20:,.0f} MiB left: enlarge it (mount -o remount,size=... /dev/shm; in "
-            f"Docker: docker run --shm-size=...){advice}"
+            f"{_free_bytes() / 2**20:,.0f} MiB left: enlarge it "
+            f"(mount -o remount,size=... /dev/shm; in Docker: docker run --shm-size=...){advice}"
         )

@@ -22,18 +22,40 @@ class SharedWeights:
     """
 
     def __init__(self, model, num_slots=2):
-        weights = _flatten(model)
-        check_shared_memory(num_slots * weights.numel(), "the weights of the net")
+        tensors = _tensors(model)
+        like = [torch.empty_like(tensor, device="meta") for tensor in tensors]  # without gaps
+        self._layout = [(t.dtype, t.shape, t.stride()) for t in like]
+        size = sum(map(_size, self._layout))
+        check_shared_memory(num_slots * size, "the weights of the net")
         self._version = torch.zeros(1, dtype=torch.int64).share_memory_()
-        self._slots = torch.stack([weights] * num_slots).share_memory_()
+        self._data = torch.zeros(num_slots, size, dtype=torch.uint8).share_memory_()
+        self._slots = [_split(data, self._layout) for data in self._data]
+        self._device_data = None
+        for slot in self._slots:
+            torch._foreach_copy_(slot, tensors)
+
+    def __getstate__(self):
+        return {name: getattr(self, name) for name in ("_layout", "_version", "_data")}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self._slots = [_split(data, self._layout) for data in self._data]
 
     @property
     def version(self):
         return int(self._version)
 
     def publish(self, model):
-        version = self.version + 1
-        self._slots[version % len(self._slots)] = _flatten(model)
+        version, tensors = self.version + 1, _tensors(model)
+        i = version % len(self._slots)
+        if tensors[0].device.type == "cpu":
+            torch._foreach_copy_(self._slots[i], tensors)
+        else:  # in one copy, since each one has to be waited for
+            if self._device_data is None:
+                self._device_data = torch.empty_like(self._data[0], device=tensors[0].device)
+                self._staging = torch.empty_like(self._data[0], pin_memory=True)
+            torch._foreach_copy_(_split(self._device_data, self._layout), tensors)
+            self._data[i] = self._staging.copy_(self._device_data)
         self._version[0] = version
 
     def load_into(self, model, version=None):
@@ -42,23 +64,31 @@ class SharedWeights:
         Version + num_slots, which goes to the same slot as a version asked for, must not be
         published before this returns; with --deterministic the learner waits for that.
         """
-        if version is None:
-            while version != self.version:
-                version = self.version
-                weights = self._slots[version % len(self._slots)].clone()
-        else:
-            weights = self._slots[version % len(self._slots)].clone()
-        tensors = model.state_dict().values()
-        parts = weights.split([t.numel() * t.element_size() for t in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-        return version
+        tensors = _tensors(model)
+        while True:
+            loaded = self.version if version is None else version
+            torch._foreach_copy_(tensors, self._slots[loaded % len(self._slots)])
+            if version is not None or loaded == self.version:
+                return loaded
 
 
-def _flatten(model):
-    """Return all weights as one tensor of bytes, since they may be of several types."""
-    tensors = model.state_dict().values()
-    return torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors]).cpu()
+def _tensors(model):
+    return list(model.state_dict().values())
+
+
+def _size(layout):
+    """Return the bytes that a tensor takes, up to where the next one may begin."""
+    dtype, shape, _ = layout
+    return -(-shape.numel() * dtype.itemsize // 64) * 64
+
+
+def _split(data, layouts):
+    """Return tensors of these layouts that lie one after the other in `data`, which is bytes."""
+    parts = data.split([_size(layout) for layout in layouts])
+    return [
+        part[: shape.numel() * dtype.itemsize].view(dtype).as_strided(shape, stride)
+        for part, (dtype, shape, stride) in zip(parts, layouts, strict=True)
+    ]
 
 
 class LocalWeights:
@@ -73,11 +103,13 @@ class LocalWeights:
         return self._current[0]
 
     def publish(self, model):
-        weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        tensors = _tensors(model)
+        weights = [torch.empty_like(tensor) for tensor in tensors]
+        torch._foreach_copy_(weights, tensors)
         self._current = (self.version + 1, weights)  # at once: readers see both or neither
 
     def load_into(self, model):
         """Copy the newest weights into `model` and return their version."""
         version, weights = self._current
-        model.load_state_dict(weights)
+        torch._foreach_copy_(_tensors(model), weights)
         return version

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.whole
 CATCH, CATCH_POLY = HELPERS / "catch.py", HELPERS / "catch_poly.py"
 SMALL = {  # one flag is left open
     CATCH: "--env Catch --batch_size 4 --num_actors 1",
-    CATCH_POLY: "--env Catch --batch_size 4 --num_servers 1",
+    CATCH_POLY: "--env Catch --batch_size 4 --num_servers 1 --num_actors 1",
 }
 
 
@@ -63,6 +63,15 @@ def test_the_search_for_one_flag(measure, expected):
     assert autotune.search(measure, {"num_actors": 8}) == {"num_actors": expected}
 
 
+def test_servers_are_doubled_with_their_streams_which_then_are_varied_too():
+    measure, calls = bell(num_servers=8, num_actors=8)
+    best = autotune.search(measure, {"num_servers": 2, "num_actors": 4})
+    assert calls[1] == {"num_servers": 4, "num_actors": 8}
+    assert calls[2] == {"num_servers": 8, "num_actors": 16}
+    assert best == {"num_servers": 4, "num_actors": 8}  # the next one is no better
+    assert {"num_servers": 4, "num_actors": 4} in calls  # a stream a server
+
+
 def test_the_rate_is_that_after_the_warm_up(tmp_path):
     path, text = tmp_path / "logs.csv", "_tick,_time,step,steps_per_second\n0,100,0,0\n"
     (tmp_path / "meta.json").write_text('{"flags": {"batch_size": 5, "unroll_length": 10}}')
@@ -87,13 +96,13 @@ def trials(monkeypatch):
 
     def run_trial(program, arguments, values):
         trials.append(values)
-        num_actors = int(autotune.value_of("num_actors", arguments) or 2)
-        flags = {"batch_size": 8, "num_actors": num_actors} | values
-        return autotune.Trial(math.prod(values.values()), {"flags": flags, "machine": {"gpus": []}})
+        num_actors = int(autotune.value_of("num_actors", arguments) or 4)
+        flags = {"batch_size": 8, "num_actors": num_actors, "envs_per_actor": 8} | values
+        rate = flags["num_actors"] * flags["envs_per_actor"]
+        return autotune.Trial(rate, {"flags": flags, "machine": {"gpus": []}})
 
     monkeypatch.setattr(autotune, "run_trial", run_trial)
     monkeypatch.setattr(autotune.subprocess, "run", lambda command, **_: run_once(*command))
-    monkeypatch.setattr(autotune.os, "sched_getaffinity", lambda _: range(4))
     return trials
 
 
@@ -106,13 +115,12 @@ def tune(capsys, *arguments):
     return dict(zip(words[::2], map(int, words[1::2]), strict=True))
 
 
-def test_flags_on_the_command_line_are_kept_and_else_it_begins_with_a_process_a_core(
-    trials, capsys
-):
-    assert tune(capsys, CATCH) == {"--envs_per_actor": 16, "--num_actors": 4}
-    assert trials[0] == {"envs_per_actor": 8, "num_actors": 4}
+def test_flags_on_the_command_line_are_kept_and_else_it_begins_with_the_defaults(trials, capsys):
+    assert tune(capsys, CATCH) == {"--num_actors": 16, "--envs_per_actor": 8}
+    assert trials[:2] == [{}, {"num_actors": 8, "envs_per_actor": 8}]
     trials.clear()
-    assert tune(capsys, CATCH, "--num_actors", "3") == {"--envs_per_actor": 16}
+    assert tune(capsys, CATCH, "--num_actors", "3") == {"--envs_per_actor": 32}
+    assert trials.pop(0) == {}
     assert all(trial.keys() == {"envs_per_actor"} for trial in trials)
     trials.clear()
     with pytest.raises(SystemExit, match="sets all flags that could be varied"):
@@ -122,22 +130,23 @@ def test_flags_on_the_command_line_are_kept_and_else_it_begins_with_a_process_a_
 
 def test_so_many_environments_that_policies_would_lag_are_not_tried(trials, capsys):
     autotune.main([str(CATCH), "--num_actors", "4"])
-    assert max(trial["envs_per_actor"] for trial in trials) == 16  # with 4 actors, 8 batches of 8
-    reason = r"skipped +--envs_per_actor 32: 128 environments make more than 8 batches"
+    assert max(trial["envs_per_actor"] for trial in trials[1:]) == 32  # with 4, 16 batches of 8
+    reason = r"skipped +--envs_per_actor 64: 256 environments make more than 16 batches"
     assert re.search(reason, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
     ("arguments", "start"),
     [
-        ("", {"envs_per_stream": 8, "num_servers": 4, "num_inference_threads": 1}),
+        ("--envs_per_stream 8", ["num_servers", "num_actors", "num_inference_threads"]),
         (
-            "--server_addresses a:1-3 --num_inference_threads=2",  # not to be multiplied
-            {"envs_per_stream": 8, "num_actors": 3},
+            "--server_addresses a:1-3 --num_inference_threads=2",
+            {"num_actors": 3, "envs_per_stream": 8},
         ),
     ],
 )
 def test_what_is_varied_is_chosen_by_the_flags_that_a_program_knows(trials, arguments, start):
+    start = start if isinstance(start, dict) else dict.fromkeys(start)
     assert autotune.find_flags(CATCH_POLY, arguments.split()) == start
     with pytest.raises(autotune.TrialError, match="polybeast_env.py --help lists no --num_actors"):
         autotune.find_flags(ROOT / "polybeast_env.py", [])

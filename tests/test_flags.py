@@ -81,6 +81,20 @@ def test_flags_come_from_the_checkpoint_unless_given(tmp_path):
     assert parse(tmp_path, "", parser).xpid not in ("run", "other")
 
 
+def test_what_was_chosen_for_the_machine_is_chosen_anew_and_what_was_given_is_not(tmp_path):
+    arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
+    flags = parse_flags(monobeast.parser, [*arguments, "--envs_per_actor", "8"])
+    monobeast.check_flags(flags)
+    assert set(flags.chosen) == {"num_actors", "num_buffers", "precision"}
+    flags.num_actors, flags.envs_per_actor, flags.precision = 7, 3, "bf16"
+    save(flags)
+    resumed = parse_flags(monobeast.parser, arguments)
+    assert (resumed.num_actors, resumed.precision, resumed.chosen) == (None, None, [])
+    assert resumed.envs_per_actor == 3
+    resumed = parse_flags(monobeast.parser, [*arguments, "--num_actors", "5"])
+    assert resumed.num_actors == 5
+
+
 def test_flags_of_one_call_alone_do_not_come_from_the_checkpoint(tmp_path):
     save(parse(tmp_path))
     path = tmp_path / "run" / "model.tar"

@@ -12,6 +12,7 @@ from test_parity import SPACE, A, make_batch
 import monobeast
 import polybeast
 from beast import precision
+from beast.precision import computes_in_bf16
 from beast.randomness import random_states, restore_random_states, seed_generators
 
 
@@ -51,23 +52,30 @@ def test_weights_stay_float32_in_bf16():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "knows_bf16", "devices", "chosen"),
+    ("wanted", "knows_bf16", "devices", "in_bf16"),
     [
-        (None, True, "yes yes", "bf16"),
-        (None, True, "yes no", "fp32"),  # a GPU that has it, actors on a CPU that has not
-        (None, False, "yes", "fp32"),
-        ("fp32", True, "yes", "fp32"),
-        ("bf16", False, "no", "bf16"),
+        # Those of learner and actors; a capital letter has it.
+        (None, True, "CUDA CPU", "CUDA CPU"),
+        (None, True, "CUDA cpu", "CUDA"),
+        (None, True, "cuda CPU", "CPU"),
+        (None, True, "cpu", ""),
+        (None, False, "CPU", ""),
+        ("fp32", True, "CUDA CPU", ""),
+        ("bf16", False, "cuda cpu", "cuda cpu"),
     ],
 )
-def test_precision_is_what_all_devices_and_the_net_are_good_at_unless_given(
-    monkeypatch, caplog, wanted, knows_bf16, devices, chosen
+def test_each_device_computes_in_what_it_and_the_net_are_good_at_unless_given(
+    monkeypatch, caplog, wanted, knows_bf16, devices, in_bf16
 ):
     net_class = argparse.Namespace(**{"knows_bf16": True} if knows_bf16 else {})
-    monkeypatch.setattr(precision, "has_bf16", lambda device: device == "yes")
-    flags = argparse.Namespace(precision=wanted)
-    precision.choose_precision(flags, net_class, devices.split())
-    assert flags.precision == chosen
+    monkeypatch.setattr(precision, "has_bf16", lambda device: device.type.upper() in devices)
+    flags = monobeast.parser.parse_args(["--precision", wanted] if wanted else [])
+    all_devices = [torch.device(name) for name in devices.lower().split()]
+    precision.choose_precision(flags, net_class, all_devices)
+    enabled = [device.type for device in all_devices if computes_in_bf16(flags, device)]
+    assert enabled == in_bf16.lower().split()
+    assert flags.precision == ("bf16" if in_bf16 else "fp32")
+    assert ("precision" in flags.chosen) == (wanted is None)
     assert ("slower than fp32" in caplog.text) == (wanted == "bf16")
 
 

@@ -28,6 +28,12 @@ def test_weights_of_several_types_are_a_copy_with_a_version_that_counts(kind):
     model, other = (
         torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.BatchNorm1d(1)) for _ in range(2)
     )
+    for net, memory_format in ((model, torch.channels_last), (other, torch.contiguous_format)):
+        net[0].conv = torch.nn.Conv2d(2, 3, 2).to(memory_format=memory_format)
+    model[0].register_buffer("with_gaps", torch.arange(12.0).view(3, 4)[:, ::2])
+    other[0].register_buffer("with_gaps", torch.zeros(3, 2))
+    model[0].register_buffer("empty", torch.zeros(0))
+    other[0].register_buffer("empty", torch.zeros(0))
     weights = kind(model)
     first = weights.version
     for version in range(first, first + 4):
@@ -67,37 +73,21 @@ def test_weights_that_another_process_reads_are_never_torn():
     assert pipe.recv() == 0
 
 
-class Interrupted:
-    """Slots of weights; while one is read for the first time, something else happens."""
-
-    def __init__(self, slots, interruption):
-        self.slots, self.interruption = slots, interruption
-
-    def __len__(self):
-        return len(self.slots)
-
-    def __setitem__(self, key, value):
-        self.slots[key] = value
-
-    def __getitem__(self, key):
-        half = self.slots.shape[1] // 2
-        first = self.slots[key, :half].clone()
-        interruption, self.interruption = self.interruption, lambda: None
-        interruption()
-        return torch.cat([first, self.slots[key, half:]])
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_weights_published_while_they_are_read_are_read_again(count):
+def test_weights_published_while_they_are_read_are_read_again(monkeypatch, count):
     model, reader = create_model(), create_model()
     weights = SharedWeights(model)
+    copy = torch._foreach_copy_
 
-    def publish():
+    def interrupted_copy(targets, sources):
+        monkeypatch.setattr(torch, "_foreach_copy_", copy)
+        copy(targets[:5], sources[:5])
         for version in range(1, count + 1):
             set_weights(model, version)
             weights.publish(model)
+        copy(targets[5:], sources[5:])
 
-    weights._slots = Interrupted(weights._slots, publish)
+    monkeypatch.setattr(torch, "_foreach_copy_", interrupted_copy)
     assert weights.load_into(reader) == count
     assert all((p == count).all() for p in reader.parameters())
 

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may be used of a machine, and the numbers of processes and environments that follow."""
+
+import os
+import shutil
+
+import pytest
+
+import monobeast
+import polybeast
+from beast import machine
+from beast.rollout_buffers import check_buffers
+
+GIB = 2**30
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    """Return a function that makes a machine of so many cores, with files below /proc and /sys."""
+
+    def make(cores, memory=1024 * GIB, cgroup="0::/", files=None):
+        monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
+        monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+        contents = {"proc/self/cgroup": cgroup}
+        contents |= {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable:  {memory // 1024} kB\n"}
+        contents |= {f"cgroup/{path}": text for path, text in (files or {}).items()}
+        for path, text in contents.items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text + "\n")
+
+    return make
+
+
+V1 = {"cpu/a/b/cpu.cfs_quota_us": "250000", "cpu/a/b/cpu.cfs_period_us": "100000"}
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "cores"),
+    [
+        ("0::/", {}, 16),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000"}, 16),
+        ("0::/a/b", {"a/b/cpu.max": "300000 100000"}, 3),
+        (
+            "0::/a/b",
+            {"a/b/cpu.max": "max 100000", "a/cpu.max": "400000 100000"},
+            4,
+        ),  # the outer one
+        ("0::/elsewhere", {"cpu.max": "150000 100000"}, 1),  # a container sees its own as the top
+        ("0::/", {"cpu.max": "50000 100000"}, 1),
+        ("0::/", {"cpu.max": "9900000 100000"}, 16),
+        ("4:memory:/\n3:cpu,cpuacct:/a/b\n0::/", V1, 2),
+        ("3:cpu:/a/b", V1 | {"cpu/a/b/cpu.cfs_quota_us": "-1"}, 16),
+    ],
+)
+def test_cores_are_the_least_of_affinity_and_quotas(fake, cgroup, files, cores):
+    fake(16, cgroup=cgroup, files=files)
+    assert machine.count_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "gib"),
+    [
+        ("0::/", {}, 1024),
+        ("0::/a", {"a/memory.max": "max"}, 1024),
+        ("0::/a", {"a/memory.max": str(8 * GIB)}, 8),
+        ("4:memory:/a", {"memory/a/memory.limit_in_bytes": str(3 * GIB)}, 3),
+        ("4:memory:/a", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, 1024),
+    ],
+)
+def test_memory_is_the_least_of_what_is_available_and_limits(fake, cgroup, files, gib):
+    fake(16, cgroup=cgroup, files=files)
+    assert machine.count_memory() == gib * GIB
+
+
+def test_learners_of_one_machine_share_it(fake, monkeypatch):
+    fake(16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert machine.count_cores() == 4
+    assert machine.count_memory() == 256 * GIB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "40")
+    assert machine.count_cores() == 1
+
+
+def choose_actors(arguments, has_gpu=False):
+    flags = monobeast.parser.parse_args(arguments.split())
+    machine.choose_actors(flags, has_gpu)
+    return flags.num_actors, flags.envs_per_actor
+
+
+@pytest.mark.parametrize(
+    ("cores", "has_gpu", "arguments", "chosen"),
+    [
+        (1, False, "", (2, 8)),
+        (2, False, "", (2, 8)),
+        (2, True, "", (2, 8)),
+        (4, False, "", (2, 8)),
+        (4, True, "", (3, 8)),
+        (16, False, "", (8, 8)),
+        (16, True, "", (15, 8)),
+        (64, False, "", (32, 4)),  # the policies would be too old with all of them, or with 8
+        (64, True, "", (32, 4)),
+        (64, True, "--batch_size 32", (63, 8)),
+        (128, False, "--batch_size 32", (64, 8)),
+        (128, True, "--batch_size 32", (127, 4)),
+        (16, True, "--num_actors 4", (4, 8)),
+        (16, True, "--num_actors 64", (64, 2)),
+        (16, True, "--envs_per_actor 32", (4, 32)),
+        (16, True, "--num_actors 20 --envs_per_actor 20", (20, 20)),
+        (16, True, "--deterministic", (2, 8)),
+        (16, True, "--batch_size 1", (4, 4)),
+    ],
+)
+def test_actors_follow_the_machine(fake, cores, has_gpu, arguments, chosen):
+    fake(cores)
+    assert choose_actors(arguments, has_gpu) == chosen
+
+
+@pytest.mark.parametrize(
+    ("cores", "has_gpu", "arguments", "chosen"),
+    [
+        (1, False, "", (2, 2, 8)),
+        (2, False, "", (2, 2, 8)),
+        (2, True, "", (2, 2, 8)),
+        (4, False, "", (2, 4, 8)),
+        (4, True, "", (4, 8, 8)),
+        (16, False, "", (8, 16, 8)),
+        (16, True, "", (16, 32, 4)),
+        (64, True, "", (32, 32, 4)),
+        (64, True, "--batch_size 32", (64, 128, 4)),
+        (128, False, "", (32, 32, 4)),
+        (128, True, "--batch_size 32", (128, 128, 4)),
+        (16, True, "--num_servers 4", (4, 8, 8)),
+        (16, True, "--num_actors 6", (6, 6, 8)),
+        (16, True, "--envs_per_stream 16", (8, 8, 16)),
+        (16, True, "--num_servers 3 --num_actors 3 --envs_per_stream 3", (3, 3, 3)),
+        (2, False, "--num_servers 4", (4, 4, 8)),
+    ],
+)
+def test_servers_and_streams_follow_the_machine(fake, cores, has_gpu, arguments, chosen):
+    fake(cores)
+    flags = polybeast.parser.parse_args(arguments.split())
+    machine.choose_servers(flags, has_gpu)
+    assert (flags.num_servers, flags.num_actors, flags.envs_per_stream) == chosen
+
+
+def test_nothing_is_chosen_for_servers_that_run_already(fake):
+    fake(16)
+    flags = polybeast.parser.parse_args(["--server_addresses", "host1:50051"])
+    machine.choose_servers(flags, has_gpu=True)
+    assert (flags.num_actors, flags.envs_per_stream, flags.chosen) == (None, None, [])
+
+
+def test_little_memory_means_few_processes(fake):
+    fake(64, memory=machine.LEARNER_BYTES + 5 * machine.PROCESS_BYTES)
+    assert choose_actors("--batch_size 32", has_gpu=True) == (5, 8)
+    fake(64, memory=GIB)
+    assert choose_actors("--batch_size 32", has_gpu=True) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "actors", "buffers"),
+    [
+        ("", 3, 3 * 8 + 2 * 8),  # what fits
+        ("--num_actors 8", 8, 8 * 8 + 2 * 8),  # given, so it is refused elsewhere
+        ("--num_buffers 80", 8, 80),
+        ("--deterministic --batch_size 16", 2, 2 * 8 + 16),
+    ],
+)
+def test_actors_whose_rollouts_dev_shm_cannot_hold_are_not_started(
+    fake, monkeypatch, caplog, arguments, actors, buffers
+):
+    fake(16)
+    flags = monobeast.parser.parse_args(arguments.split())
+    machine.choose_actors(flags, has_gpu=False)
+    check_buffers(flags)
+    usage = shutil.disk_usage("/")._replace(free=45 * 100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    machine.fit_actors(flags, rollout_bytes=100)
+    assert (flags.num_actors, flags.num_buffers) == (actors, buffers)
+    assert ("no room for the rollouts of 8 actors" in caplog.text) == (actors == 3)
+
+
+def test_what_was_chosen_is_logged_with_the_reason(fake, caplog):
+    caplog.set_level("INFO")
+    fake(16)
+    choose_actors("--envs_per_actor 4")
+    assert "16 cores" in caplog.text and caplog.text.strip().endswith(": --num_actors 8")
+    caplog.clear()
+    choose_actors("--envs_per_actor 4 --num_actors 3")
+    assert not caplog.text
