@@ -35,6 +35,7 @@ from torch import nn
 import atari_wrappers
 import vtrace
 from beast import diagnostics, evaluate, servers
+from beast.cuda import DeviceCopies
 from beast.environments import map_nest
 from beast.errors import FlagError
 from beast.flags import add_run_flags, add_server_flags, parse_flags, run_program
@@ -360,11 +361,11 @@ def inference(flags, learner, device, streams, run):
     torch.set_num_threads(1)
     with learner.lock:
         model = copy.deepcopy(learner.model).to(device)
-    version = None
+    version, copies = None, DeviceCopies(device)
     # Within one autocast weights are cast once; in inference mode they would be each time.
     with torch.no_grad(), autocast(flags, device):
         for batch in run.watchdog.follow(streams.batcher, "waits for rows", "answers them"):
-            inputs, agent_state = map_nest(lambda x: x.to(device), batch.get_inputs())
+            inputs, agent_state = copies.copy(batch.get_inputs())
             if version != learner.weights.version:
                 version = learner.weights.load_into(model)
                 torch.clear_autocast_cache()  # of the old weights

@@ -3,6 +3,7 @@
 
 import torch
 
+from beast.cuda import DeviceCopies
 from beast.environments import map_nest
 from beast.errors import FlagError
 from beast.learner import Batch
@@ -103,8 +104,8 @@ def read_batches(flags, actors, buffers, learner, run):
     Each overwrites the one before. With --deterministic the buffers go back to the actors when the
     next batch is asked for, and so with the weights that were learned from this one.
     """
-    T, B, device = flags.unroll_length, flags.batch_size, learner.device
-    pin = device.type == "cuda"
+    T, B, copies = flags.unroll_length, flags.batch_size, DeviceCopies(learner.device)
+    pin = learner.device.type == "cuda"
     rows = map_nest(
         lambda b: torch.empty(T + 1, B, *b.shape[2:], dtype=b.dtype, pin_memory=pin),
         buffers["rows"],
@@ -113,15 +114,16 @@ def read_batches(flags, actors, buffers, learner, run):
         for i, m in enumerate(indices):
             map_nest(lambda x, b, i=i, m=m: x[:, i].copy_(b[m]), rows, buffers["rows"])
         agent_state = map_nest(
-            lambda b, at=indices: torch.cat([b[m] for m in at], dim=1).to(device),
+            lambda b, at=indices: torch.cat([b[m] for m in at], dim=1),
             buffers["initial_agent_state"],
         )
         versions = buffers["policy_version"][indices].tolist()
         sources = {"actors": buffers["actor"][indices].tolist()}
         if not flags.deterministic:
             actors.release(indices)
-        device_rows = map_nest(lambda x: x.to(device, non_blocking=True), rows)
-        yield Batch(device_rows, agent_state, rows, versions, sources)
+        device_rows, device_state = copies.copy((rows, agent_state))
+        yield Batch(device_rows, device_state, rows, versions, sources)
+        copies.wait()  # before the rows are overwritten
         if flags.deterministic:
             buffers["policy_version"][indices] = learner.weights.version
             actors.release(indices)

@@ -23,6 +23,7 @@ import torch
 from beast import checkpoint, diagnostics, metrics
 from beast.atomic_files import replace_file
 from beast.background_evaluation import BackgroundEvaluation
+from beast.environments import map_nest
 from beast.errors import EnvError, FlagError
 from beast.processes import STOP_SIGNALS
 from beast.run_folder import RunFolder
@@ -252,7 +253,8 @@ class Run:
         if stats["skipped_in_a_row"] < MAX_SKIPPED:
             return
         path, content = self.path / "bad_batch.tar", io.BytesIO()
-        saved = {"batch": batch.cpu_rows, "agent_state": batch.agent_state}
+        agent_state = map_nest(lambda x: x.cpu(), batch.agent_state)
+        saved = {"batch": batch.cpu_rows, "agent_state": agent_state}
         torch.save(saved | {"sources": batch.sources, "metrics": update}, content)
         where = f"is in {path}"
         try:

@@ -4,11 +4,9 @@
 import logging
 import threading
 
-import torch
-
 import libtorchbeast
 from beast import metrics
-from beast.environments import map_nest
+from beast.cuda import DeviceCopies
 from beast.learner import Batch
 from beast.servers import ANSWER_TIMEOUT, CONNECT_TIMEOUT
 
@@ -38,7 +36,10 @@ class Streams:
         ]
         self._queue_size = flags.max_learner_queue_size or flags.batch_size
         self.batcher = libtorchbeast.DynamicBatcher(
-            batch_dim=1, minimum_batch_size=1, maximum_batch_size=max(512, servers.num_envs)
+            batch_dim=1,
+            minimum_batch_size=1,
+            maximum_batch_size=max(512, servers.num_envs),
+            pin_memory=device.type == "cuda",
         )
         self.queue = libtorchbeast.BatchingQueue(
             batch_dim=1,
@@ -136,16 +137,11 @@ class Streams:
 
 def read_batches(queue, device, run):
     """Yield one Batch of the queue's rollouts after the other, until the queue is closed."""
-    # Copies go on while another thread learns.
-    copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    copies = DeviceCopies(device)  # which go on while another thread learns
     for (env_outputs, agent_outputs), agent_state in run.follow(queue):
         rows = env_outputs | agent_outputs
         versions = rows.pop("policy_version")[1:].float().mean(dim=0).tolist()
         sources = {"streams": rows.pop("actor")[0].unique().tolist()}
-        with torch.cuda.stream(copy_stream):
-            device_rows, device_state = map_nest(
-                lambda x: x.to(device, non_blocking=True), (rows, agent_state)
-            )
-        if copy_stream is not None:
-            copy_stream.synchronize()
+        device_rows, device_state = copies.copy((rows, agent_state))
         yield Batch(device_rows, device_state, rows, versions, sources)
+        copies.wait()  # before the queue gets its memory back

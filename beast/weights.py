@@ -3,6 +3,7 @@
 
 import torch
 
+from beast.cuda import record_event, use_after
 from beast.shared_memory import check_shared_memory
 
 
@@ -95,7 +96,7 @@ class LocalWeights:
     """Weights for threads of this process: a copy that nobody writes to."""
 
     def __init__(self, model):
-        self._current = (0, None)
+        self._current = (0, None, None)
         self.publish(model)
 
     @property
@@ -106,10 +107,12 @@ class LocalWeights:
         tensors = _tensors(model)
         weights = [torch.empty_like(tensor) for tensor in tensors]
         torch._foreach_copy_(weights, tensors)
-        self._current = (self.version + 1, weights)  # at once: readers see both or neither
+        event = record_event(tensors[0].device)
+        self._current = (self.version + 1, weights, event)  # at once: readers see all or nothing
 
     def load_into(self, model):
         """Copy the newest weights into `model` and return their version."""
-        version, weights = self._current
+        version, weights, event = self._current
+        use_after(event, tuple(weights), weights[0].device)
         torch._foreach_copy_(_tensors(model), weights)
         return version

@@ -9,8 +9,11 @@
 
 namespace torchbeast {
 
-DynamicBatcher::DynamicBatcher(Options options, std::shared_ptr<MemoryPool> pool)
-    : options_(options), pool_(std::move(pool)) {
+DynamicBatcher::DynamicBatcher(Options options, std::shared_ptr<MemoryPool> pool,
+                               std::shared_ptr<MemoryPool> input_pool)
+    : options_(options),
+      pool_(std::move(pool)),
+      input_pool_(input_pool ? std::move(input_pool) : pool_) {
   check_batch_sizes(options_.batch_dim, options_.minimum_batch_size, options_.maximum_batch_size,
                     options_.timeout_ms);
 }
@@ -67,7 +70,8 @@ std::unique_ptr<Batch> DynamicBatcher::next() {
       parts.push_back({std::move(call->inputs), 0, call->columns});
     }
     try {
-      Nest<Array> inputs = join_columns(parts, static_cast<size_t>(options_.batch_dim), *pool_);
+      Nest<Array> inputs =
+          join_columns(parts, static_cast<size_t>(options_.batch_dim), *input_pool_);
       return std::make_unique<Batch>(shared_from_this(), std::move(calls), std::move(inputs));
     } catch (const std::invalid_argument&) {
       fail(calls, std::current_exception());  // it is the callers' error, not that of who iterates

@@ -38,8 +38,10 @@ class DynamicBatcher : public std::enable_shared_from_this<DynamicBatcher> {
     std::optional<int64_t> timeout_ms = 100;
   };
 
-  // Throws std::invalid_argument for options that make no sense.
-  DynamicBatcher(Options options, std::shared_ptr<MemoryPool> pool);
+  // Batches are in memory of `input_pool`, by default `pool`, which answers are in. Throws
+  // std::invalid_argument for options that make no sense.
+  DynamicBatcher(Options options, std::shared_ptr<MemoryPool> pool,
+                 std::shared_ptr<MemoryPool> input_pool = nullptr);
 
   // Wait for the answer to `inputs`: the caller's own columns of the batch's outputs, in memory of
   // their own. Throws std::invalid_argument as count_columns does, and where the inputs do not fit
@@ -85,6 +87,7 @@ class DynamicBatcher : public std::enable_shared_from_this<DynamicBatcher> {
 
   const Options options_;
   const std::shared_ptr<MemoryPool> pool_;
+  const std::shared_ptr<MemoryPool> input_pool_;
 
   mutable Mutex mutex_;
   Condition filled_;

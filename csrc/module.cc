@@ -42,17 +42,22 @@ MemoryPool::Block allocate_pinned(size_t num_bytes) {
   });
 }
 
+// Raises where memory is to be pinned and there is no GPU.
+std::shared_ptr<MemoryPool> make_pool(bool pin_memory) {
+  if (!pin_memory) return std::make_shared<MemoryPool>();
+  allocate_pinned(1);
+  return std::make_shared<MemoryPool>(allocate_pinned);
+}
+
 std::shared_ptr<BatchingQueue> make_queue(int64_t batch_dim, int64_t minimum_batch_size,
                                           int64_t maximum_batch_size,
                                           std::optional<int64_t> timeout_ms, bool,
                                           std::optional<int64_t> maximum_queue_size,
                                           bool pin_memory) {
-  if (pin_memory) allocate_pinned(1);  // which raises where there is no GPU
-  auto pool = std::make_shared<MemoryPool>(pin_memory ? allocate_pinned : MemoryPool::Allocator());
   return std::make_shared<BatchingQueue>(
       BatchingQueue::Options{batch_dim, minimum_batch_size, maximum_batch_size, timeout_ms,
                              maximum_queue_size},
-      std::move(pool), !pin_memory);
+      make_pool(pin_memory), !pin_memory);
 }
 
 void enqueue(BatchingQueue& queue, py::handle nest) {
@@ -73,10 +78,11 @@ py::object dequeue(BatchingQueue& queue) {
 
 std::shared_ptr<DynamicBatcher> make_batcher(int64_t batch_dim, int64_t minimum_batch_size,
                                              int64_t maximum_batch_size,
-                                             std::optional<int64_t> timeout_ms, bool) {
+                                             std::optional<int64_t> timeout_ms, bool,
+                                             bool pin_memory) {
   return std::make_shared<DynamicBatcher>(
       DynamicBatcher::Options{batch_dim, minimum_batch_size, maximum_batch_size, timeout_ms},
-      std::make_shared<MemoryPool>());
+      make_pool(false), make_pool(pin_memory));
 }
 
 py::object compute(DynamicBatcher& batcher, py::handle inputs) {
@@ -238,7 +244,7 @@ PYBIND11_MODULE(_C, m) {
       "always checked.")
       .def(py::init(&make_batcher), py::arg("batch_dim") = 1, py::arg("minimum_batch_size") = 1,
            py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = 100,
-           py::arg("check_outputs") = true)
+           py::arg("check_outputs") = true, py::kw_only(), py::arg("pin_memory") = false)
       .def("compute", &compute, py::arg("inputs"),
            "Wait for the outputs of these inputs. Raises AsyncError if the batch was dropped, "
            "ClosedBatchingQueue when closed.")

@@ -77,11 +77,11 @@ CASES = [
     Case(
         polybeast,
         fork="catch_poly",
-        learn="--num_servers 2 --envs_per_stream 8",
+        learn="--num_servers 2 --num_actors 2 --envs_per_stream 8",
         # More streams than servers, and a queue that no batch divides.
         small="--num_servers 2 --num_actors 3 --envs_per_stream 3 --batch_size 4 "
         "--max_learner_queue_size 5 --num_inference_threads 2",
-        smallest="--num_servers 1",
+        smallest="--num_servers 1 --num_actors 1",
         metrics={"inference_batch_size", "learner_queue_size", "connected_actors", "reconnects"},
         waits=("learner_wait",)
         + tuple(f"actor_wait_{what}" for what in ("inference", "environments", "learner")),

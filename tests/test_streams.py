@@ -152,6 +152,10 @@ T, PERIOD = 5, 8  # seven steps, the last of them to the limit, and the reset
 class RandomNet(nn.Module):
     """Acts at random."""
 
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(1))
+
     def forward(self, inputs, agent_state):
         return {"action": torch.randint(3, inputs["reward"].shape)}, agent_state
 
