@@ -18,7 +18,6 @@ import sys
 import time
 
 import ale_py
-import cv2
 import gymnasium as gym
 import numpy as np
 
@@ -35,6 +34,7 @@ from machine import print_header  # noqa: E402
 import atari_wrappers  # noqa: E402
 
 NUM_VECTOR_ENVS = 8
+os.environ.setdefault("OPENCV_FOR_THREADS_NUM", "1")  # before OpenCV is imported
 
 
 def time_emulator(flags, actions):
@@ -137,10 +137,9 @@ def main():
     parser.add_argument("--seed", type=int, default=1, help="of games and actions")
     flags = parser.parse_args()
 
-    print_header(ale_py, gym, np, cv2)
+    print_header(ale_py, gym, np)
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores) if flags.core is None else flags.core})
-    cv2.setNumThreads(1)
     gym.register_envs(ale_py)
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     num_actions = gym.make(flags.env).action_space.n

@@ -1,48 +1,88 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Measures everything on a machine with one GPU, a stage at a time, each of less than ten minutes:
+# What a machine with a GPU has to show, in three parts of less than ten minutes, each of which can
+# begin on a bare machine:
 #
+#   bash benchmarks/gpu.sh first     machine setup tests environments net
+#   bash benchmarks/gpu.sh second    setup contended sweep
+#   bash benchmarks/gpu.sh third     setup pong trace
 #   bash benchmarks/gpu.sh STAGE...
 #
+#   machine       what is there: GPU, cores, memory, packages
 #   setup         installs wheels and unpacks gRPC's packages from folders; builds the extension
-#   tests         that use a GPU where there is one
-#   net           learning and inference alone: nets, sizes, precisions
+#   tests         tests/test_cuda.py
 #   environments  alone, on all cores at once
-#   parts         each program at one setting, next to its parts
-#   whole         PolyBeast's deep net at several settings
+#   net           learning and inference alone: nets, sizes, precisions
+#   contended     learning and inference in threads of one process, as in PolyBeast
+#   sweep         whole programs at many settings, for seconds each
+#   pong          PolyBeast until Pong's mean return passes 18, or for 4 minutes, with its log
 #   trace         profile of the learner, alone and in PolyBeast
-#   train         PolyBeast from the start for minutes, with its curve
 #
-# Results go to $OUT (default: ./gpu_results), a file STAGE.txt and what is named in it. Without a
-# network, setup needs WHEELS, a folder of those Python packages that are missing, and DEBS, a folder
-# of gRPC's Debian packages, which it unpacks into $PREFIX. PYTHON is python3 unless it says
-# otherwise. QUICK=1 shows in minutes, on a machine without a GPU too, that all stages run.
+# Results go to $OUT (default: ./gpu_results), a file STAGE.txt and what is named in it, as they come.
+# A stage that fails, or takes longer than its limit, ends none of the others. Without a network,
+# setup needs WHEELS, a folder of those Python packages that are missing, and DEBS, a folder of gRPC's
+# Debian packages, which it unpacks into $PREFIX. PYTHON is python3 unless it says otherwise. QUICK=1
+# shows in minutes, on a machine without a GPU too, that all stages run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-OUT=${OUT:-$PWD/gpu_results}
-PYTHON=${PYTHON:-python3}
-PREFIX=${PREFIX:-/tmp/torchbeast}
-WHEELS=${WHEELS:-wheels}
-DEBS=${DEBS:-debs}
-QUICK=${QUICK:-}
-STAGES=(setup tests net environments parts whole trace train)
+export OUT=${OUT:-$PWD/gpu_results} PREFIX=${PREFIX:-/tmp/torchbeast} PYTHONUNBUFFERED=1
+export PYTHON=${PYTHON:-python3} WHEELS=${WHEELS:-wheels} DEBS=${DEBS:-debs} QUICK=${QUICK:-}
+declare -A LIMITS=( # seconds
+  [machine]=20 [setup]=150 [tests]=120 [environments]=60 [net]=150 [contended]=100 [sweep]=420
+  [pong]=270 [trace]=150
+)
 
-libraries=$PREFIX/usr/lib/$(uname -m)-linux-gnu
-export PYTHONUNBUFFERED=1
-export PYTHONPATH=$PREFIX/site${PYTHONPATH:+:$PYTHONPATH}
+if [ $# = 0 ]; then
+  sed -n '3,/^set/s/^# \{0,1\}//p' "$0" >&2
+  exit 2
+fi
+
+if [ "${IN_STAGE:-}" = '' ]; then # run each stage as a process of its own, under its time limit
+  stages=()
+  for argument; do
+    case $argument in
+      first) stages+=(machine setup tests environments net) ;;
+      second) stages+=(setup contended sweep) ;;
+      third) stages+=(setup pong trace) ;;
+      *) stages+=("$argument") ;;
+    esac
+  done
+  for stage in "${stages[@]}"; do
+    [ "${LIMITS[$stage]:-}" ] || { echo "there is no stage $stage: ${!LIMITS[*]}" >&2 && exit 2; }
+  done
+  mkdir -p "$OUT" "$PREFIX"
+  failed=()
+  for stage in "${stages[@]}"; do
+    echo "== $stage, $(date -u +'%F %T'), commit $(git rev-parse --short HEAD 2>/dev/null || echo '?')"
+    IN_STAGE=1 timeout --kill-after 20 "${LIMITS[$stage]}" bash "$0" "$stage" 2>&1 |
+      tee "$OUT/$stage.txt" || failed+=("$stage (status $?)")
+  done
+  echo "== done, $(date -u +'%F %T'); failed: ${failed[*]:-none}"
+  exit $((${#failed[@]} > 0))
+fi
+
+site=$PREFIX/site libraries=$PREFIX/usr/lib/$(uname -m)-linux-gnu runs=$PREFIX/runs
+export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 if [ -d "$libraries" ] || [ -d "$DEBS" ]; then
   export PATH=$PREFIX/usr/bin:$PATH CMAKE_PREFIX_PATH=$PREFIX/usr
   export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 fi
 cores=$(nproc)
-servers=$((cores > 3 ? cores - 2 : 1)) # two cores for the learner's process
-runs=$PREFIX/runs
+
+machine() {
+  nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader ||
+    echo 'No GPU that nvidia-smi knows of.'
+  lscpu | grep -E 'Model name|^CPU\(s\)|Thread|NUMA node|bf16' || true
+  free -g | head -2
+  df -h /dev/shm | tail -1
+  "$PYTHON" -m pip list 2>/dev/null |
+    grep -iE '^(torch|grpcio|protobuf|pybind11|opencv|pytest|gymnasium|ale|numpy|setuptools|cmake)' || true
+}
 
 setup() {
   if [ -d "$WHEELS" ]; then
-    "$PYTHON" -m pip install --quiet --no-index --no-deps --upgrade --target "$PREFIX/site" \
-      "$WHEELS"/*.whl
+    "$PYTHON" -m pip install --quiet --no-index --no-deps --upgrade --target "$site" "$WHEELS"/*.whl
   fi
   if [ -d "$DEBS" ]; then
     for package in "$DEBS"/*.deb; do dpkg -x "$package" "$PREFIX"; done
@@ -51,25 +91,25 @@ setup() {
       ln -sfn "$PREFIX$(readlink "$link")" "$link"
     done
   fi
-  "$PYTHON" setup.py --quiet build_ext --inplace
-  "$PYTHON" -c 'import libtorchbeast; print(libtorchbeast.ActorPool)'
+  time "$PYTHON" setup.py --quiet build_ext --inplace
+  "$PYTHON" -c 'import libtorchbeast, torch; print(libtorchbeast.ActorPool, torch.__version__,
+    torch.cuda.is_available() and torch.cuda.get_device_name())'
 }
 
 tests() {
-  local files=(tests/test_{batching_queue,learner,learn,parity,streams,programs}.py)
-  if [ "$QUICK" ]; then files=(tests/test_batching_queue.py -k pin); fi
-  timeout 480 "$PYTHON" -m pytest -q --durations 5 "${files[@]}"
-}
-
-net() {
-  local options=()
-  if [ "$QUICK" ]; then options=(--batch_sizes 4 --rows 8 --seconds 0.3); fi
-  "$PYTHON" benchmarks/net.py "${options[@]}"
+  local options=(tests/test_cuda.py)
+  # Where there is no plugin for time limits, ours does.
+  "$PYTHON" -c 'import pytest_timeout' 2>/dev/null || options+=(-o timeout= -o faulthandler_timeout=90)
+  if [ "$QUICK" ]; then
+    export CUDA_TESTS_ON=${CUDA_TESTS_ON:-cpu}
+    options+=(-k "not device and not moment")
+  fi
+  "$PYTHON" -m pytest -q -x --durations 5 -p no:cacheprovider "${options[@]}"
 }
 
 # Sums of rates that each core makes in a second of its time while all others do the same.
 environments() {
-  local folder options=(--steps 3000) pids=()
+  local folder options=(--steps 3000 --repeats 3) pids=()
   if [ "$QUICK" ]; then options=(--steps 200 --repeats 1); fi
   folder=$(mktemp -d)
   for core in $("$PYTHON" -c 'import os; print(*os.sched_getaffinity(0))'); do
@@ -77,7 +117,7 @@ environments() {
     pids+=($!)
   done
   for pid in "${pids[@]}"; do wait "$pid"; done
-  grep -h '^- Machine\|^- Versions\|^- Commit' "$folder/0" || true
+  cat "$folder"/* | grep '^- Machine\|^- Versions\|^- Commit' | sort -u || true
   awk -F'|' -v cores="$cores" '
     /^\| [a-e]:/ { gsub(",", "", $3); sum[$2] += $3 }
     END { for (way in sum) printf "|%s| %d steps/s on %d cores |\n", way, sum[way], cores }
@@ -85,59 +125,67 @@ environments() {
   rm -r "$folder"
 }
 
-parts() {
-  local times=(--repeats 1 --seconds 5 --whole_seconds 45)
-  if [ "$QUICK" ]; then times=(--repeats 1 --seconds 0.3 --whole_seconds 7); fi
-  "$PYTHON" benchmarks/whole.py "${times[@]}" --num_actors "$servers" --envs_per_actor 16 \
-    --batch_size 32
-  "$PYTHON" benchmarks/whole.py "${times[@]}" --program polybeast --num_servers "$servers" \
-    --envs_per_stream 32 --batch_size 32
+net() {
+  local options=(--seconds 2 --precisions bf16 --batch_sizes 8,32,128 --rows 16,64,256)
+  if [ "$QUICK" ]; then options=(--batch_sizes 4 --rows 8 --seconds 0.3); fi
+  "$PYTHON" benchmarks/net.py "${options[@]}"
 }
 
-whole() {
-  local seconds=45 sampler=
-  local settings=(
-    "--num_servers $servers --envs_per_stream 8 --batch_size 32"
-    "--num_servers $servers --envs_per_stream 32 --batch_size 32"
-    "--num_servers $servers --envs_per_stream 32 --batch_size 32 --num_inference_threads 2"
-    "--num_servers $servers --envs_per_stream 64 --batch_size 128 --num_inference_threads 2"
-    # Two streams a server: one is played while inference answers the other.
-    "--num_servers $servers --num_actors $((2 * servers)) --envs_per_stream 32 --batch_size 64"
-    "--num_servers $cores --num_actors $((2 * cores)) --envs_per_stream 32 --batch_size 64"
+contended() {
+  local options=(--contended --seconds 4 --precisions bf16 --batch_sizes 8,32 --rows 64,256)
+  if [ "$QUICK" ]; then options=(--contended --batch_sizes 4 --rows 8 --seconds 0.3); fi
+  "$PYTHON" benchmarks/net.py "${options[@]}"
+}
+
+sweep() {
+  local seconds=15 setting settings=(
+    "polybeast" # the defaults
+    "polybeast --batch_size 32"
+    "polybeast --batch_size 32 --num_servers $cores --num_actors $((2 * cores)) --envs_per_stream 16"
+    "polybeast --batch_size 32 --num_servers $cores --num_actors $((2 * cores)) --envs_per_stream 32"
+    "polybeast --batch_size 32 --num_servers $cores --num_actors $cores --envs_per_stream 32"
+    "polybeast --batch_size 32 --num_servers $((cores - 2)) --num_actors $((2 * cores - 4)) --envs_per_stream 16"
+    "polybeast --batch_size 32 --num_servers $cores --num_actors $((2 * cores)) --envs_per_stream 16 --num_inference_threads 2"
+    "polybeast --batch_size 64 --num_servers $cores --num_actors $((2 * cores)) --envs_per_stream 32"
+    "polybeast --batch_size 8 --model shallow"
+    "polybeast --batch_size 32 --model shallow --num_servers $cores --num_actors $((2 * cores)) --envs_per_stream 16"
+    "monobeast"
+    "monobeast --batch_size 32"
+    "monobeast --batch_size 32 --num_actors $cores --envs_per_actor 16"
   )
   if [ "$QUICK" ]; then
-    settings=("--num_servers 1 --envs_per_stream 4 --batch_size 4")
+    settings=("polybeast --num_servers 1 --num_actors 1 --envs_per_stream 4 --batch_size 4" monobeast)
     seconds=7
   fi
   for setting in "${settings[@]}"; do
     echo "== $setting"
-    if nvidia-smi >/dev/null 2>&1; then
-      nvidia-smi --query-gpu=utilization.gpu,power.draw,memory.used --format=csv,noheader,nounits \
-        --loop=1 >"$PREFIX/gpu.csv" &
-      sampler=$!
-    fi
     # shellcheck disable=SC2086 # words
-    "$PYTHON" benchmarks/whole.py --program polybeast --only_whole --repeats 1 \
-      --whole_seconds "$seconds" $setting
-    if [ "$sampler" ]; then
-      kill "$sampler"
-      # Of the last two thirds, when the program ran.
-      awk -F', ' '{ u[NR] = $1; p[NR] = $2; m[NR] = $3 }
-        END { for (i = int(NR / 3) + 1; i <= NR; i++) { n++; su += u[i]; sp += p[i] }
-          printf "- GPU busy %.0f%% of the time, %.0f W, %d MiB\n", su / n, sp / n, m[NR] }
-      ' "$PREFIX/gpu.csv"
-    fi
+    "$PYTHON" benchmarks/whole.py --only_whole --repeats 1 --whole_seconds "$seconds" \
+      --program $setting | grep -v '^- Machine\|^- Versions\|^- Commit\|^$' || echo 'It failed.'
+    nvidia-smi --query-gpu=memory.used --format=csv,noheader 2>/dev/null || true
   done
 }
 
+# PolyBeast's flags for Pong: those of the sweep with the highest rate at which it still learns fast.
+pong() {
+  local flags=(--model shallow --batch_size 8) seconds=240
+  if [ "$QUICK" ]; then
+    flags=(--model shallow --num_servers 1)
+    seconds=25
+  fi
+  train_for "$seconds" pong --seed 1 --total_steps 5000000 ${PONG_FLAGS:-"${flags[@]}"}
+  cp "$runs/pong/logs.csv" "$OUT/pong.csv"
+  cp "$runs/pong/meta.json" "$OUT/pong.json"
+}
+
 trace() {
-  local options=(--nets deep --precisions bf16 --batch_sizes 32) seconds=60
+  local options=(--nets deep --precisions bf16 --batch_sizes 32) seconds=50
   if [ "$QUICK" ]; then
     options=(--nets shallow --precisions fp32 --batch_sizes 2)
     seconds=40
   fi
   "$PYTHON" benchmarks/net.py "${options[@]}" --trace "$OUT/trace_learner.json"
-  local flags=(--num_servers "$servers" --envs_per_stream 32 --batch_size 32)
+  local flags=(--batch_size 32)
   if [ "$QUICK" ]; then flags=(--num_servers 1 --model shallow --batch_size 2); fi
   train_for "$seconds" trace --write_profiler_trace "${flags[@]}"
   mv "$runs/trace/trace.json" "$OUT/trace_polybeast.json" || echo 'Too few updates for a trace.'
@@ -145,45 +193,29 @@ trace() {
   ls -l "$OUT"/trace_*
 }
 
-train() {
-  local flags=(--num_servers "$servers" --envs_per_stream 32 --batch_size 32) seconds=540
-  if [ "$QUICK" ]; then
-    flags=(--num_servers 1 --model shallow)
-    seconds=40
-  fi
-  train_for "$seconds" train --seed 1 "${flags[@]}"
-  cp "$runs/train/logs.csv" "$OUT/train.csv"
-  cp "$runs/train/meta.json" "$OUT/train.json"
-  "$PYTHON" -m beast.plot "$OUT/train.csv" --out "$OUT/train" || echo 'No curve drawn.'
-}
-
-# Runs PolyBeast for so many seconds at most, as a run of this name.
+# Runs PolyBeast as a run of this name, for so many seconds at most, or until the mean return of the
+# last 100 episodes has passed 18.
 train_for() {
-  local seconds=$1 name=$2 status=0
+  local seconds=$1 name=$2
   shift 2
   rm -rf "${runs:?}/$name"
-  timeout --signal INT "$seconds" "$PYTHON" polybeast.py --savedir "$runs" --xpid "$name" "$@" ||
-    status=$?
-  if [ "$status" != 0 ] && [ "$status" != 124 ]; then return "$status"; fi # 124: time is up
+  "$PYTHON" polybeast.py --savedir "$runs" --xpid "$name" "$@" &
+  local program=$!
+  "$PYTHON" - "$runs/$name/logs.csv" "$seconds" "$program" <<'PYTHON'
+import csv, os, signal, sys, time
+
+path, seconds, program = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+end = time.monotonic() + seconds
+while time.monotonic() < end and os.path.exists(f"/proc/{program}/exe"):
+    time.sleep(1)
+    rows = list(csv.DictReader(open(path))) if os.path.exists(path) else []
+    if any(float(row["mean_episode_return"] or -99) >= 18 for row in rows[:-1]):
+        seconds = float(rows[-1]["_time"]) - float(rows[0]["_time"])
+        print(f"18 passed after {rows[-1]['step']} steps, {seconds:.0f} s", flush=True)
+        break
+os.kill(program, signal.SIGINT)
+PYTHON
+  wait "$program" || true # its status is that of a signal
 }
 
-if [ $# = 0 ]; then
-  echo "usage: bash benchmarks/gpu.sh ${STAGES[*]}" >&2
-  exit 2
-fi
-mkdir -p "$OUT" "$PREFIX"
-for stage; do
-  case " ${STAGES[*]} " in
-    *" $stage "*) ;;
-    *) echo "there is no stage $stage: ${STAGES[*]}" >&2 && exit 2 ;;
-  esac
-  {
-    echo "== $stage, $(date -u +'%F %T'), $cores cores"
-    if nvidia-smi >/dev/null 2>&1; then
-      nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
-    else
-      echo 'No GPU that nvidia-smi knows of.'
-    fi
-    "$stage"
-  } 2>&1 | tee "$OUT/$stage.txt"
-done
+"$1"

@@ -8,12 +8,15 @@ Calls `learn` of polybeast.py on random rollouts that lie on the device already,
 that come from the CPU and are answered there, as in its inference. On the GPU if there is one, with
 the highest use of its memory in brackets (in fp32, PyTorch lets its convolutions compute in TF32);
 else on one core, in agent steps a second of CPU time. `--trace FILE` profiles ten updates of the
-first net, precision and batch size instead. Prints Markdown.
+first net, precision and batch size instead. `--contended` measures learning and inference at the
+same time, in two threads of this process, as PolyBeast does both. Prints Markdown.
 """
 
 import argparse
+import itertools
 import pathlib
 import sys
+import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -97,6 +100,21 @@ def rate_of_inference(flags, model, space, num_rows, device, seconds):
         return rate_of(infer, num_rows, seconds, clock_of(device))
 
 
+def together(*functions):
+    """Return what functions return that run at the same time, in threads."""
+    results = [None] * len(functions)
+
+    def run(i):
+        results[i] = functions[i]()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
 def write_trace(path, learning):
     """Profile ten updates: a trace for chrome://tracing, and a table of the longest operators."""
     for _ in range(5):
@@ -127,6 +145,7 @@ def main():
     parser.add_argument("--unroll_length", default=20, type=int, help="steps in a rollout")
     parser.add_argument("--seconds", default=3.0, type=float, help="a measurement")
     parser.add_argument("--disable_cuda", action="store_true", help="measure the CPU")
+    parser.add_argument("--contended", action="store_true", help="measure both at the same time")
     parser.add_argument("--trace", help="profile instead, and write a trace there")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -161,6 +180,25 @@ def main():
         flags.precision, flags.batch_size = options.precisions[0], options.batch_sizes[0]
         model = polybeast.Net(space, NUM_ACTIONS, False, options.nets[0])
         write_trace(options.trace, make_learning(polybeast, flags, model, space))
+        return
+    if options.contended:
+        print(
+            "| net | rollouts a batch | rows at once | learning | inference |\n" + "|---" * 5 + "|"
+        )
+        for net, precision, batch_size, rows in itertools.product(
+            options.nets, options.precisions, options.batch_sizes, options.rows
+        ):
+            rates = together(
+                lambda case=(net, precision, batch_size): learning(*case),
+                lambda case=(net, precision, rows): inference(*case),
+            )
+            cells = [
+                f"{net} {precision}",
+                str(batch_size),
+                str(rows),
+                *(f"{r:,.0f}" for r in rates),
+            ]
+            print("|", " | ".join(cells), "|", flush=True)
         return
     for function, title, sizes in (
         (learning, "learning, rollouts a batch", options.batch_sizes),

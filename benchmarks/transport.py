@@ -51,6 +51,7 @@ class Case(NamedTuple):
 CASES = [
     Case("4x84x84, whole", (4, 84, 84), 0, 2, 32, 2, goal=60_000),
     Case("4x84x84, newest frame only", (4, 84, 84), 4, 2, 32, 2, goal=100_000),
+    Case("4x84x84, newest frame only, unix sockets", (4, 84, 84), 4, 2, 32, 2, tcp=False),
     Case("4x84x84, newest frame only, 128 a stream", (4, 84, 84), 4, 2, 128, 2, goal=100_000),
     Case("100 bytes", (100,), 0, 2, 32, 2, goal=200_000),
     Case("100 bytes, 8 streams", (100,), 0, 8, 32, 2, goal=200_000),

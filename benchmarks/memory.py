@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What memory does a run need, by its number of environments?
+
+    python benchmarks/memory.py [--seconds 20] [--sizes 2x8,8x8,16x8] [--program polybeast] [flags]
+
+Runs the program for so many seconds after its first update, and adds up what its processes hold
+then: proportional shares, so that what several of them share counts once. "shared" is of that what
+lies in /dev/shm. What a GPU holds is not measured: net.py shows it. Prints Markdown.
+"""
+
+import argparse
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import ale_py  # noqa: E402
+import torch  # noqa: E402
+from machine import descendants, print_header  # noqa: E402
+
+SIZE_FLAGS = {
+    "monobeast": "--num_actors {0} --envs_per_actor {1}",
+    "polybeast": "--num_servers {0} --num_actors {0} --envs_per_stream {1}",
+}
+
+
+def memory_of(pid):
+    """Return MiB of a process by kind: its share of all, and of it what is shared memory."""
+    lines = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines}
+    return sizes["Pss"], sizes["Pss_Shmem"]
+
+
+def measure(program, arguments, seconds):
+    """Run the program; return the memory of its own process, and of each of the others."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            f"{program}.py",
+            *arguments,
+            "--savedir",
+            folder,
+            "--xpid",
+            "run",
+        ]
+        process = subprocess.Popen(
+            [*command, "--disable_checkpoint", "--disable_cuda", "--end_with_stdin"],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        log = pathlib.Path(folder, "run", "logs.csv")
+        while not log.exists() or log.read_text().count("\n") < 3:
+            if process.poll() is not None:
+                raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
+            time.sleep(0.2)
+        time.sleep(seconds)
+        own = memory_of(process.pid)
+        others = [memory_of(pid) for pid in descendants(process.pid)]
+        process.stdin.close()
+        process.wait()
+    return own, others
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--seconds", type=float, default=20, help="after the first updates (20)")
+    parser.add_argument("--sizes", default="2x8,4x8,8x8,16x8", help="processes x environments")
+    parser.add_argument("--program", default="monobeast", choices=SIZE_FLAGS)
+    options, arguments = parser.parse_known_args()
+    print_header(ale_py, torch)
+    print("\n| processes x environments | all, MiB | the learner | the others | shared |")
+    print("|---|---|---|---|---|")
+    for size in options.sizes.split(","):
+        flags = SIZE_FLAGS[options.program].format(*size.split("x")).split()
+        own, others = measure(options.program, [*flags, *arguments], options.seconds)
+        rest = sum(pss for pss, _ in others)
+        shared = own[1] + sum(shared for _, shared in others)
+        numbers = [own[0] + rest, own[0], rest, shared]
+        print("|", " | ".join([size, *(f"{number:,.0f}" for number in numbers)]), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()
