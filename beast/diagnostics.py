@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Diagnostics: how off-policy an update was, and how good policy and baseline are.
 
-`from_logits` computes the metrics of one batch, for Discrete actions; `from_importance_weights`,
-for other actions, needs no logits. `Diagnostics` watches the metrics of each tick and says what is
-off. No metric enters a loss, and a `compute_loss` that leaves them out loses nothing else.
+`from_logits` computes the moments of one batch, for Discrete actions; `from_importance_weights`,
+for other actions, needs no logits. `from_moments` makes metrics of them. `Diagnostics` watches the
+metrics of each tick and says what is off. No metric enters a loss, and a `compute_loss` that leaves
+them out loses nothing else.
 
     clipped_rhos           share of the transitions whose importance weight rho exceeds 1, where
                            V-trace clips it; of two policies that are close, about a half
@@ -25,6 +26,7 @@ Shapes: T unroll length, B batch size, A actions. Transitions where the mask is 
 
 import logging
 import math
+import sys
 from typing import NamedTuple
 
 import torch
@@ -124,7 +126,7 @@ CHECKS = (
 
 @torch.no_grad()
 def from_logits(behavior_policy_logits, target_policy_logits, targets, values, mask):
-    """Return the metrics of a batch whose policies are softmaxes.
+    """Return the moments of a batch whose policies are softmaxes, as a dict of one tensor.
 
     Args:
       behavior_policy_logits: [T, B, A], of the policy that acted.
@@ -146,9 +148,10 @@ def from_logits(behavior_policy_logits, target_policy_logits, targets, values, m
 
 @torch.no_grad()
 def from_importance_weights(log_rhos, vs, values, mask, kl=None, entropy_share=None):
-    """Return the metrics of a batch as a dict of tensors with one number each, on its device.
+    """Return the moments of a batch that its metrics are made of, as a dict of one tensor.
 
     They are finite whatever the batch holds: whether an update is finite is for its loss to say.
+    `to_floats` makes metrics of them, and of those of several learners.
 
     Args:
       log_rhos: [T, B, ...], log(target / behavior) of the action taken.
@@ -162,33 +165,59 @@ def from_importance_weights(log_rhos, vs, values, mask, kl=None, entropy_share=N
     """
     if kl is None:
         kl = torch.expm1(log_rhos) - log_rhos
-    rows = {"log_rho": log_rhos, "vs": vs, "error": vs - values, "kl": kl}
+    rows = [log_rhos, vs, vs - values, kl]
     if entropy_share is not None:
-        rows["entropy_share"] = entropy_share
+        rows.append(entropy_share)
     mask = mask.flatten()
-    num_steps = mask.sum().clamp(min=1)
+    num_steps = mask.sum()
     # In double precision, in which no square of a float overflows; all rows in one go, since on a
     # GPU each operation costs as much as another, however small.
-    x = torch.stack([row.flatten() for row in rows.values()]).double()
+    x = torch.stack([row.flatten() for row in rows]).double()
     x = torch.where(mask, x.nan_to_num(0, 1e30, -1e30), 0)
-    means = x.sum(1) / num_steps
-    variances = torch.where(mask, x - means[:, None], 0).square().sum(1) / num_steps
-    mean = dict(zip(rows, means, strict=True))
-    variance = dict(zip(rows, variances, strict=True))
+    means = x.sum(1) / num_steps.clamp(min=1)
+    variances = torch.where(mask, x - means[:, None], 0).square().sum(1) / num_steps.clamp(min=1)
+    # Relative to the largest one, since sums of weights may overflow.
+    log_weights = torch.where(mask, x[0], -1e300)
+    largest = log_weights.max()
+    weights = (log_weights - largest).exp()
+    single = [num_steps, (x[0] > 0).sum(), largest, weights.sum(), weights.square().sum()]
+    single = torch.stack([number.double() for number in single])
+    return {"moments": torch.cat([single, means, variances.sqrt()])}  # which float32 can hold
 
-    # Softmax, since what the weights are divided by does not matter, and they may overflow.
-    weights = torch.where(mask, x[0], -1e300).softmax(0)
-    unexplained = variance["error"] / variance["vs"].clamp(min=torch.finfo(x.dtype).tiny)
+
+def from_moments(learners):
+    """Return the metrics of an update as a dict of floats.
+
+    Args:
+      learners: lists of floats, the moments of the batch of each learner.
+    """
+    learners = [moments for moments in learners if moments[0] > 0] or learners[:1]
+    num_rows = (len(learners[0]) - 5) // 2
+    num_steps, num_clipped = (sum(moments[i] for moments in learners) for i in (0, 1))
+    shares = [moments[0] / max(1, num_steps) for moments in learners]
+    largest = max(moments[2] for moments in learners)
+    scales = [math.exp(moments[2] - largest) for moments in learners]
+    weights = sum(scale * moments[3] for scale, moments in zip(scales, learners, strict=True))
+    squares = sum(scale**2 * moments[4] for scale, moments in zip(scales, learners, strict=True))
+
+    means, variances = [], []
+    for i in range(5, 5 + num_rows):
+        of_each = [(moments[i], moments[i + num_rows]) for moments in learners]
+        mean = sum(share * m for share, (m, _) in zip(shares, of_each, strict=True))
+        terms = [deviation**2 + (m - mean) ** 2 for m, deviation in of_each]
+        means.append(mean)
+        variances.append(sum(share * t for share, t in zip(shares, terms, strict=True)))
+    unexplained = variances[2] / max(variances[1], sys.float_info.min)
     metrics = {
-        "clipped_rhos": (x[0] > 0).sum() / num_steps,
-        "effective_sample_size": (1 / (weights.square().sum() * num_steps)).clamp(max=1),
-        "log_rho_mean": mean["log_rho"],
-        "log_rho_std": variance["log_rho"].sqrt(),
-        "behavior_target_kl": mean["kl"],
-        "explained_variance": (1 - unexplained).clamp(min=-1),
+        "clipped_rhos": num_clipped / max(1, num_steps),
+        "effective_sample_size": min(1, weights**2 / squares / max(1, num_steps)),
+        "log_rho_mean": means[0],
+        "log_rho_std": math.sqrt(variances[0]),
+        "behavior_target_kl": means[3],
+        "explained_variance": max(-1, 1 - unexplained),
     }
-    if entropy_share is not None:
-        metrics["entropy_share"] = mean["entropy_share"]
+    if num_rows > 4:
+        metrics["entropy_share"] = means[4]
     return metrics
 
 

@@ -5,9 +5,13 @@ import math
 
 import torch
 
+from beast import diagnostics
+
 
 def to_floats(metrics):
     """Return a dict of metrics, each a tensor of one element or a number, as a dict of floats.
+
+    `moments`, a tensor [..., moments], becomes the metrics that diagnostics.from_moments makes.
 
     Raises:
       ValueError: a metric is not one number; the message names it.
@@ -20,17 +24,24 @@ def to_floats(metrics):
             raise ValueError(
                 f"the metric {name!r} is a {type(value).__name__}, but a metric is one number"
             ) from error
-        if value.numel() != 1:
+        if value.numel() != 1 and name != "moments":
             raise ValueError(
                 f"the metric {name!r} has shape {list(value.shape)}, but a metric is one number: "
                 "take its mean, or give each element a name of its own"
             )
-        values.append(value.detach().flatten())
+        values.append(value.detach())
     # In one go, since on a GPU each of them alone would be waited for.
     devices = {value.device for value in values if value.device.type != "cpu"}
     device = devices.pop() if devices else torch.device("cpu")
-    numbers = torch.cat([value.to(device) for value in values]).tolist()
-    return dict(zip(metrics, numbers, strict=True))
+    numbers = torch.cat([value.flatten().to(device) for value in values]).cpu()
+    parts = numbers.split([value.numel() for value in values])
+    floats = {}
+    for name, value, part in zip(metrics, values, parts, strict=True):
+        if name == "moments":
+            floats |= diagnostics.from_moments(part.view(-1, value.shape[-1]).tolist())
+        else:
+            floats[name] = part.item()
+    return floats
 
 
 def is_finite(metrics):

@@ -14,6 +14,7 @@ import monobeast
 import polybeast
 import vtrace
 from beast import diagnostics
+from beast.metrics import to_floats
 from beast.run import Run
 
 T, B, A = 6, 4, 5
@@ -85,10 +86,6 @@ def slow_metrics(behavior, target, targets, values, mask, actions):
     }
 
 
-def floats(metrics):
-    return {name: float(value) for name, value in metrics.items()}
-
-
 @pytest.mark.parametrize("values", ["random", "constant", "good", "bad"])
 @pytest.mark.parametrize("seed", range(5))
 def test_each_metric_is_what_its_definition_says(seed, values):
@@ -98,18 +95,18 @@ def test_each_metric_is_what_its_definition_says(seed, values):
         values, old_values
     )
     batch = (behavior, target, targets, values, mask)
-    metrics = floats(diagnostics.from_logits(*batch))
+    metrics = to_floats(diagnostics.from_logits(*batch))
     assert metrics.keys() == NAMES
     assert metrics == pytest.approx(slow_metrics(*batch, actions), rel=1e-4, abs=1e-6)
 
 
 def test_what_is_masked_does_not_count():
     behavior, target, targets, values, mask, _ = random_batch(1)
-    before = floats(diagnostics.from_logits(behavior, target, targets, values, mask))
+    before = to_floats(diagnostics.from_logits(behavior, target, targets, values, mask))
     others = [torch.where(mask, x, math.nan) for x in (targets.vs, targets.log_rhos, values)]
     logits = [torch.where(mask[..., None], x, math.inf) for x in (behavior, target)]
     targets = targets._replace(vs=others[0], log_rhos=others[1])
-    assert floats(diagnostics.from_logits(*logits, targets, others[2], mask)) == before
+    assert to_floats(diagnostics.from_logits(*logits, targets, others[2], mask)) == before
 
 
 def test_without_logits_the_divergence_is_estimated_from_the_actions_taken():
@@ -118,10 +115,27 @@ def test_without_logits_the_divergence_is_estimated_from_the_actions_taken():
     actions = torch.multinomial(behavior.exp(), num, replacement=True, generator=rng)
     log_rhos = (target - behavior)[actions].view(1, num)
     rows = [torch.randn(1, num) for _ in range(2)]
-    metrics = diagnostics.from_importance_weights(log_rhos, *rows, torch.ones_like(log_rhos) > 0)
+    mask = torch.ones_like(log_rhos) > 0
+    metrics = to_floats(diagnostics.from_importance_weights(log_rhos, *rows, mask))
     kl = float((behavior.exp() * (behavior - target)).sum())
-    assert float(metrics["behavior_target_kl"]) == pytest.approx(kl, rel=0.02)
+    assert metrics["behavior_target_kl"] == pytest.approx(kl, rel=0.02)
     assert metrics.keys() == NAMES - {"entropy_share"}
+
+
+@pytest.mark.parametrize("sizes", [(4,), (1, 3), (2, 2), (1, 1, 1, 1)])
+def test_moments_of_several_learners_make_the_metrics_of_all_their_batches_as_one(sizes):
+    behavior, target, targets, values, mask, _ = random_batch(3, difference=2)
+    mask[:, 3] = False  # a learner whose batch has nothing to learn from
+    parts = [x.split(sizes, dim=1) for x in (behavior, target, *targets, values, mask)]
+    moments = []
+    for i in range(len(sizes)):
+        behavior_part, target_part, *rest, values_part, mask_part = (p[i] for p in parts)
+        rest = type(targets)(*rest)
+        part = diagnostics.from_logits(behavior_part, target_part, rest, values_part, mask_part)
+        # As it travels between learners; where a batch is empty, zeros do.
+        moments.append(part["moments"].float())
+    together = to_floats(diagnostics.from_logits(behavior, target, targets, values, mask))
+    assert to_floats({"moments": torch.stack(moments)}) == pytest.approx(together, rel=1e-5)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e3, -1e3, 3e38, math.inf, -math.inf, math.nan])
@@ -137,8 +151,8 @@ def test_metrics_are_finite_whatever_is_in_the_batch(where, value):
         behavior[0, :, 0] = target[0, :, 0] = value
         behavior[1, :, 1], target[2, :, 2] = value, value
     mask = torch.full_like(mask, where != "mask")
-    metrics = diagnostics.from_logits(behavior, target, targets, values, mask)
-    assert all(map(math.isfinite, floats(metrics).values()))
+    moments = diagnostics.from_logits(behavior, target, targets, values, mask)
+    assert all(map(math.isfinite, to_floats(moments).values()))
 
 
 def test_metrics_leave_the_device_together(monkeypatch):

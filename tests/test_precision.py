@@ -12,6 +12,7 @@ from test_parity import SPACE, A, make_batch
 import monobeast
 import polybeast
 from beast import precision
+from beast.metrics import to_floats
 from beast.precision import computes_in_bf16
 from beast.randomness import random_states, restore_random_states, seed_generators
 
@@ -33,7 +34,7 @@ def test_bf16_gives_the_loss_and_the_gradients_of_fp32_to_its_tolerance(model, u
         wide = (torch.float32, torch.float64, torch.int64)
         assert all(m.dtype in wide for m in all_metrics.values())
         gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
-        metrics.append(torch.stack([m.double() for m in all_metrics.values()]))
+        metrics.append(torch.tensor(list(to_floats(all_metrics).values())))
     # bfloat16 has 8 bits of precision, and a hundred rows average them out.
     torch.testing.assert_close(metrics[1], metrics[0], rtol=0.02, atol=0.2)
     assert not torch.equal(*gradients)
