@@ -40,6 +40,7 @@ from beast.environments import Environments, map_nest, try_out
 from beast.flags import add_run_flags, parse_flags, run_program
 from beast.fork_server import start_fork_server
 from beast.learner import Learner, get_device
+from beast.learner_group import ALONE, join_updates
 from beast.machine import choose_actors, count_cores
 from beast.metrics import is_finite, to_floats
 from beast.nets import create_net
@@ -324,11 +325,17 @@ def create_optimizer(flags, model):
     return optimizer, lambda step: 1 - min(step, flags.total_steps) / flags.total_steps
 
 
-def learn(flags, model, batch, initial_agent_state, optimizer):
-    """Take one step of the optimizer, unless a metric is not finite; return metrics as floats."""
-    total_loss, metrics = compute_loss(flags, model, batch, initial_agent_state)
+def learn(flags, model, batch, initial_agent_state, optimizer, group=ALONE):
+    """Take one step of the optimizer, unless a metric is not finite; return metrics as floats.
+
+    In a group of learners it is a step with all their batches; one that has none gives None.
+    """
+    metrics = {}
     optimizer.zero_grad()
-    total_loss.backward()
+    if batch is not None:
+        total_loss, metrics = compute_loss(flags, model, batch, initial_agent_state)
+        total_loss.backward()
+    metrics = group.sum(model, metrics)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
     metrics["grad_norm"] = grad_norm
     metrics["clipped_updates"] = grad_norm > flags.grad_norm_clipping
@@ -386,7 +393,10 @@ def batch_and_learn(flags, learner, actors, buffers, run):
         with learner.lock:
             if run.stop.is_set():
                 return
-            metrics = learn(flags, learner.model, batch.rows, batch.agent_state, learner.optimizer)
+            metrics = learn(
+                flags, learner.model, batch.rows, batch.agent_state, learner.optimizer,
+                learner.group,
+            )  # fmt: skip
             learner.publish()
             run.record(metrics, batch)
 
@@ -404,7 +414,7 @@ def train(flags):
     check_flags(flags)
     if flags.deterministic:
         make_deterministic()
-    seed_generators([flags.seed, 0])
+    seed_generators([flags.seed, flags.rank])
     torch.set_num_threads(max(1, count_cores() - flags.num_actors))
 
     sample = create_environments(flags, 1, [flags.seed, 0], "the environment")
@@ -426,6 +436,7 @@ def train(flags):
                 batch_and_learn, flags, learner, actors, buffers, run,
                 copies=flags.num_learner_threads,
             )  # fmt: skip
+            threads.start(join_updates, flags, learner, run, learn)
             run.watch(actors)
     return run.exit_status
 

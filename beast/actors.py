@@ -17,6 +17,7 @@ import torch
 from beast.actor_process import FreeBuffers, actor_main
 from beast.errors import EnvError
 from beast.fork_server import end_process, kill_fork_server
+from beast.learner_group import SEEDS_A_RANK
 from beast.processes import signals_blocked
 from beast.watchdog import PATIENCE
 
@@ -292,7 +293,8 @@ class Actors:
             self._pipes[actor] = pipe
 
     def _create_process(self, actor, pipe):
-        seed = [self._flags.seed, 1 + actor, self._deaths[actor], self._first_step]
+        number = 1 + actor + SEEDS_A_RANK * self._flags.rank
+        seed = [self._flags.seed, number, self._deaths[actor], self._first_step]
         free_buffers = FreeBuffers(pipe, self._shared_heartbeats[actor : actor + 1])
         arguments = (self._act, pipe, self._flags, actor, seed, free_buffers, *self._args)
         process = self._context.Process(target=actor_main, args=arguments, daemon=True)

@@ -59,6 +59,8 @@ def main(argv=None):
     arguments = parser.parse_args(argv)
     if {"-h", "--help"} & set(arguments.flags):
         return parser.print_help()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        parser.error("it measures one learner: start it without torchrun")
     if not os.path.exists(arguments.program):
         parser.error(f"there is no file {arguments.program}")
     try:

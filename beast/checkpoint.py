@@ -23,6 +23,7 @@ NOT_RESUMED = (
     *("mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "num_buffers"),
     *("pipes_basename", "write_profiler_trace", "autotune", "best", "end_with_stdin"),
     *("record_video", "result_file", "render_mode", "wandb", "chosen", "fp32_devices"),
+    *("rank", "num_learners"),
     # Nor shall a checkpoint from elsewhere choose which secret is sent to its servers.
     *credentials.FLAGS,
 )
@@ -142,6 +143,14 @@ def resume(flags, learner):
     if checkpoint is None:
         return False
     restore_weights(learner.model, checkpoint, flags)
+    before = checkpoint["flags"].get("num_learners", 1)
+    now = getattr(flags, "num_learners", 1)
+    if before != now:
+        logging.warning(
+            "The checkpoint is of %d learners, and now there are %d: batches have another size, "
+            "for which --learning_rate may not be the best",
+            *(before, now),
+        )
     optimizer, scheduler = learner.optimizer, learner.scheduler
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     _restore_optimizer(optimizer, checkpoint, flags)
@@ -188,7 +197,7 @@ class Writer:
         self.failure = ""
         folder = run_path(flags)
         try:
-            best = load(flags, BEST)
+            best = None if flags.disable_checkpoint else load(flags, BEST)
         except FlagError as error:  # which costs only the comparison with it
             logging.warning("%s", error)
             best = None

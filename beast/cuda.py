@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that one CUDA stream writes and another one reads. On a CPU nothing here does anything.
 
-Work on a GPU is only begun by who asks for it. Events order the streams; and tensors are recorded
-with each stream that reads them, or PyTorch would give their memory to somebody else too soon.
+A stream works in the background. Events order streams. A tensor is recorded with each stream that
+reads it, since PyTorch reuses its memory when the stream that allocated it is done.
 
-NOT RUN YET on a GPU: tests/test_cuda.py is there for the first one.
+NOT RUN YET on a GPU, and so its gain is not measured: tests/test_cuda.py is for the first one.
 """
 
 import torch
@@ -12,11 +12,11 @@ import torch
 from beast.environments import map_nest
 
 
-def record_event(device, blocking=False):
-    """Return an event that comes when all that the current stream has to do so far is done."""
+def record_event(device):
+    """Return an event after all work that the current stream has now; None on a CPU."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event(blocking=blocking)  # a thread that waits for a blocking one sleeps
+    event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
 
@@ -41,9 +41,11 @@ class DeviceCopies:
 
     def copy(self, nest):
         """Return a nest on the device, which the current stream may use at once."""
-        with torch.cuda.stream(self._stream):  # None: the current one
+        if self._stream is None:
+            return map_nest(lambda x: x.to(self._device), nest)
+        with torch.cuda.stream(self._stream):
             copies = map_nest(lambda x: x.to(self._device, non_blocking=True), nest)
-            self._copied = record_event(self._device, blocking=True)
+            self._copied = record_event(self._device)
         use_after(self._copied, copies, self._device)
         return copies
 

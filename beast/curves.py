@@ -29,7 +29,7 @@ NOT_SETTINGS = {  # flags in which the runs of one curve may differ
     *("eval_interval", "wandb", "write_profiler_trace", "end_with_stdin", "num_test_envs"),
     *("pipes_basename", "server_addresses"),
     "autotune",  # of runs before it was a program of its own
-    *("chosen", "fp32_devices"),
+    *("chosen", "fp32_devices", "rank", "num_learners"),
 }
 
 

@@ -177,7 +177,7 @@ def from_importance_weights(log_rhos, vs, values, mask, kl=None, entropy_share=N
     means = x.sum(1) / num_steps.clamp(min=1)
     variances = torch.where(mask, x - means[:, None], 0).square().sum(1) / num_steps.clamp(min=1)
     # Relative to the largest one, since sums of weights may overflow.
-    log_weights = torch.where(mask, x[0], -1e300)
+    log_weights = torch.where(mask, x[0], -1e31)
     largest = log_weights.max()
     weights = (log_weights - largest).exp()
     single = [num_steps, (x[0] > 0).sum(), largest, weights.sum(), weights.square().sum()]
@@ -210,7 +210,9 @@ def from_moments(learners):
     unexplained = variances[2] / max(variances[1], sys.float_info.min)
     metrics = {
         "clipped_rhos": num_clipped / max(1, num_steps),
-        "effective_sample_size": min(1, weights**2 / squares / max(1, num_steps)),
+        "effective_sample_size": min(
+            1, weights**2 / max(squares, sys.float_info.min) / max(1, num_steps)
+        ),
         "log_rho_mean": means[0],
         "log_rho_std": math.sqrt(variances[0]),
         "behavior_target_kl": means[3],

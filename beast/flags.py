@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from beast import checkpoint, credentials, evaluate
+from beast import checkpoint, credentials, evaluate, torchrun
 from beast.checkpoint import BEST, NEWEST, run_path
 from beast.errors import EnvError, FlagError
 from beast.parser import non_negative, positive
@@ -58,6 +58,7 @@ def add_run_flags(parser):
     # What programs find out about the machine that they run on: flags that they fill in, and
     # devices that compute in fp32 though --precision is bf16.
     parser.set_defaults(chosen=[], fp32_devices=[])
+    parser.set_defaults(rank=0, num_learners=1)  # of learners that torchrun has started
     evaluate.add_flags(parser)
 
 
@@ -86,8 +87,9 @@ def add_server_flags(parser):
 def parse_flags(parser, argv=None):
     """Parse the command line; what it leaves open comes from the run's checkpoint, if it has one.
 
-    So `--xpid NAME` alone resumes a run, or tests it, just as it was started. From here on training
-    ends with standard input, if it is to, also while PolyBeast waits for servers.
+    So `--xpid NAME` alone resumes a run, or tests it, just as it was started. Of several learners
+    the first one decides for all. From here on training ends with standard input, if it is to, also
+    while PolyBeast waits for servers.
 
     Raises:
       FlagError: the run, its checkpoint and the flags do not fit together.
@@ -99,6 +101,21 @@ def parse_flags(parser, argv=None):
         raise FlagError(f"--autotune is a program of its own now: {command}")
     if sys.platform != "linux":
         raise FlagError(f"this runs on Linux only, not on {sys.platform}")
+    group = torchrun.join_group(flags)
+    flags = group.from_rank_0(lambda: _fill_in(parser, argv, flags))
+    flags.rank, flags.num_learners = group.rank, group.size
+    if group.by_torchrun:
+        torchrun.check_flags(flags)  # with what the checkpoint has added
+    if flags.rank > 0:  # what the first one does for all
+        flags.disable_checkpoint, flags.eval_interval = True, 0
+        flags.wandb = flags.write_profiler_trace = False
+    if flags.mode == "train" and flags.end_with_stdin:  # a test looks after this by itself
+        exit_with_parent(sys.stdin.fileno(), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    return flags
+
+
+def _fill_in(parser, argv, flags):
+    """Return the flags with what the command line leaves open; refuse what cannot be."""
     if flags.xpid is None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         flags.xpid = f"torchbeast-{now}" if flags.mode == "train" else "latest"
@@ -123,8 +140,6 @@ def parse_flags(parser, argv=None):
     if wants_wandb and importlib.util.find_spec("wandb") is None:
         raise FlagError("--wandb needs a package that is not installed: pip install wandb")
     evaluate.check_flags(flags)
-    if flags.mode == "train" and flags.end_with_stdin:  # a test looks after this by itself
-        exit_with_parent(sys.stdin.fileno(), lambda: os.kill(os.getpid(), signal.SIGTERM))
     return flags
 
 

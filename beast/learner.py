@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from beast import learner_group
+
 
 class Batch(NamedTuple):
     """Rollouts to learn from, and what is logged of them."""
@@ -28,6 +30,7 @@ class Learner:
       weights: SharedWeights or LocalWeights, into which new weights are published.
 
     Attributes:
+      group: of learners of the same policy, this one among them.
       num_threads: with which PyTorch shall compute in the learner's threads.
       lock: reentrant; held while anything here is changed or copied.
       stats: dict of step (agent steps learned from), episode_returns and game_returns (of the last
@@ -37,6 +40,7 @@ class Learner:
     def __init__(self, model, optimizer, decay, weights):
         self.lock = threading.RLock()
         self.model, self.optimizer, self.weights = model, optimizer, weights
+        self.group = learner_group.current()
         self.num_threads = torch.get_num_threads()
         self.device = next(model.parameters()).device
         self.stats = {"step": 0, "episode_returns": [], "game_returns": []}

@@ -7,9 +7,11 @@ import pathlib
 
 from beast.shared_memory import has_shared_memory
 
-# How many updates old the policies may become that act: the rollouts under way, in batches.
+# The rollouts under way, in batches: about the age of the acting policies, in updates. It is 2.4 in
+# the published curves, and MinAtar's Breakout learned at 64 in a trial; until there are trials of
+# more games (benchmarks/staleness.py), this is between them.
 MAX_LAG = 16
-FEW_CORES, FEW_PROCESSES = 2, 2  # so few play with what the published curves were made with
+FEW_CORES, FEW_PROCESSES = 2, 2  # few cores have the processes of the published curves
 MAX_ENVS, MIN_ENVS = 8, 4  # a process or stream; with fewer, most of the time goes into messages
 PROCESS_BYTES = 2**29  # of memory, that an actor or a server needs at most
 LEARNER_BYTES = 2**32
@@ -24,7 +26,7 @@ def count_cores():
     """
     quotas = [text.split() for text in _read_limits("cpu", "cpu.max")]  # version 2, in microseconds
     names = "cpu.cfs_quota_us", "cpu.cfs_period_us"  # version 1
-    quotas += zip(*(_read_limits("cpu", name) for name in names), strict=True)
+    quotas += zip(*(_read_limits("cpu", name) for name in names), strict=False)
     limited = [int(quota) / int(period) for quota, period in quotas if quota not in ("max", "-1")]
     return max(1, int(min([len(os.sched_getaffinity(0)), *limited])) // count_learners())
 
@@ -48,7 +50,8 @@ def count_learners():
 def _read_limits(controller, name):
     """Return the contents of a file of this process's control groups, from the innermost on."""
     found = []
-    for line in (PROC / "self/cgroup").read_text().splitlines():
+    file = PROC / "self/cgroup"
+    for line in file.read_text().splitlines() if file.exists() else []:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -95,10 +98,11 @@ def choose_servers(flags, has_gpu):
     Nothing where servers run already. Many servers get two streams each, so that one plays while
     the rows of the other are answered.
     """
-    names = ("num_servers", "num_actors", "envs_per_stream")
-    flags.chosen = [n for n in names if getattr(flags, n) is None and not flags.server_addresses]
-    if not flags.chosen:
+    flags.chosen = []
+    if flags.server_addresses:
         return
+    names = ("num_servers", "num_actors", "envs_per_stream")
+    flags.chosen = [name for name in names if getattr(flags, name) is None]
     cores = count_cores()
     if flags.num_servers is None:
         most = cores if has_gpu else cores // 2
@@ -130,7 +134,7 @@ def _count_envs(flags, num_groups):
 def _log_choice(flags, cores):
     if flags.chosen:
         logging.info(
-            "Chosen for %d cores, %.0f GiB of memory and policies at most about %d updates old: %s",
-            *(cores, count_memory() / 2**30, MAX_LAG),
+            "Chosen for %d cores, %.0f GiB of memory and at most %d environments (%d batches): %s",
+            *(cores, count_memory() / 2**30, MAX_LAG * flags.batch_size, MAX_LAG),
             ", ".join(f"--{name} {getattr(flags, name)}" for name in flags.chosen),
         )

@@ -6,6 +6,7 @@ import inspect
 import numpy as np
 import torch
 
+from beast import learner_group
 from beast.environments import map_nest
 from beast.errors import FlagError
 from beast.spaces import count_actions, empty_actions, empty_observation
@@ -32,6 +33,7 @@ def create_net(net_class, observation_space, action_space, **arguments):
     Raises:
       FlagError: it cannot be made for these spaces, cannot answer, or answers in another shape.
     """
+    learner_group.current().check_same("environment", f"{observation_space}, {action_space}")
     num_actions = count_actions(action_space)
     where = f"{net_class.__name__} in {inspect.getfile(net_class)}"
     spaces = f"frames {observation_space} and {num_actions} actions"

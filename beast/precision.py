@@ -33,7 +33,7 @@ def has_bf16(device):
 def choose_precision(flags, model_class, devices):
     """Set flags.precision, where it is open: to bf16 if the net and a device are good at it.
 
-    Devices that are not compute in fp32 then; their types are in flags.fp32_devices.
+    The other devices compute in fp32 then; flags.fp32_devices has their types.
 
     Args:
       devices: of the learner and of the actors or inference.

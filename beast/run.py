@@ -26,7 +26,7 @@ from beast.background_evaluation import BackgroundEvaluation
 from beast.environments import map_nest
 from beast.errors import EnvError, FlagError
 from beast.processes import STOP_SIGNALS
-from beast.run_folder import RunFolder
+from beast.run_folder import RankLog, RunFolder
 from beast.waits import Stopwatch, WaitFractions
 from beast.watchdog import Watchdog, print_stacks_on_signal
 
@@ -58,7 +58,7 @@ class Run:
     """
 
     def __init__(self, flags, learner):
-        self._flags, self._learner = flags, learner
+        self._flags, self._learner, self._group = flags, learner, learner.group
         self.stop = threading.Event()
         self.exit_status = 0
         self._signals = []  # that were caught
@@ -71,7 +71,8 @@ class Run:
         self._profiler = None
 
     def __enter__(self):
-        self._folder = RunFolder(self._flags)
+        self._folder = RankLog(self._flags) if self._group.rank > 0 else None
+        self._group.from_rank_0(self._open_folder)
         self.path = self._folder.path
         self._handlers = {n: signal.signal(n, self._handle_signal) for n in STOP_SIGNALS}
         try:
@@ -82,13 +83,21 @@ class Run:
             raise
         return self
 
+    def _open_folder(self):
+        self._folder = RunFolder(self._flags)
+
     def _start(self):
         logging.info("Flags:\n%s", pprint.pformat(vars(self._flags)))
-        resumed = checkpoint.resume(self._flags, self._learner)
+        frames = getattr(self._flags, "frames_per_step", 1)
+        self._group.check_same("game", f"{self._flags.env}, {frames} frames a step")
+        self._group.from_rank_0(lambda: checkpoint.resume(self._flags, self._learner))
+        self._group.share_state(self._learner)
+        if self._group.size > 1:
+            logging.info("%d learners: each update sums over all of them", self._group.size)
         self.first_step = self._learner.step
         logging.info(
-            "Resuming %s at step %s" if resumed else "New run: %s",
-            *((self.path, f"{self.first_step:,}") if resumed else (self.path,)),
+            "Resuming %s at step %s" if self.first_step else "New run: %s",
+            *((self.path, f"{self.first_step:,}") if self.first_step else (self.path,)),
         )
         self._checkpoints = checkpoint.Writer(self._flags, self._learner)
         self._folder.start_logs(self.first_step)
@@ -98,6 +107,7 @@ class Run:
         print_stacks_on_signal(lambda: self._system.pids() if self._system else [])
         # Times and steps of the last minute or so, for the time left.
         self._ticks = deque([(time.monotonic(), self.first_step)], maxlen=12)
+        self._group.barrier()
 
     def __exit__(self, error_type, error, traceback):
         self.stop.set()
@@ -113,7 +123,8 @@ class Run:
         finally:
             if self._signals:
                 status = status.replace("ended", f"stopped by {self._signals[0].name}", 1)
-                self.exit_status = 128 + self._signals[0]
+                # To torchrun any other status than 0 is a failure, after which it starts all anew.
+                self.exit_status = 0 if self._group.by_torchrun else 128 + self._signals[0]
             self._restore_handlers()
             self._folder.close(status, error)
         if self._checkpoints.failure and error is None:
@@ -129,14 +140,15 @@ class Run:
             if batch is None:
                 return
             self.watchdog.beat("learns")
-            yield batch
+            with self._group.batch_in_hand():
+                yield batch
 
-    def record(self, update, batch):
+    def record(self, update, batch=None):
         """Count an update whose weights have been published; requires the learner's lock.
 
         Args:
           update: its metrics, floats by name, among them `steps`.
-          batch: the Batch that it was made of.
+          batch: the Batch that it was made of; None where only other learners had one.
 
         Raises:
           ValueError: there is no metric `steps`, or one has the name of a column of ours.
@@ -147,15 +159,17 @@ class Run:
                 "the metrics of an update must have `steps`, the number of its transitions "
                 f"(mask.sum()), and none of {sorted(RESERVED)}, but have {sorted(update)}"
             )
-        # Row 0 was counted when it was the last row of the rollout before.
-        rows = {name: batch.cpu_rows[name][1:] for name in ENDS}
-        self._learner.count(
-            int(update["steps"]),
-            rows["episode_return"][rows["done"]].tolist(),
-            rows["game_return"][rows["game_done"]].tolist(),
-        )
-        version = self._learner.weights.version - 1  # that was learned from
-        self._lags += [version - v for v in batch.policy_versions]
+        returns = [], []
+        if batch is not None:
+            # Row 0 was counted when it was the last row of the rollout before.
+            rows = {name: batch.cpu_rows[name][1:] for name in ENDS}
+            returns = (
+                rows["episode_return"][rows["done"]].tolist(),
+                rows["game_return"][rows["game_done"]].tolist(),
+            )
+            version = self._learner.weights.version - 1  # that was learned from
+            self._lags += [version - v for v in batch.policy_versions]
+        self._learner.count(int(update["steps"]), *self._group.share_returns(*returns))
         if metrics.is_finite(update):
             self._learner.stats["skipped_in_a_row"] = 0
             self._updates.append({k: v for k, v in update.items() if k != "steps"})
@@ -163,7 +177,9 @@ class Run:
             self._skip(update, batch)
         if self._flags.write_profiler_trace:
             self._profile()
-        if self._learner.step >= self._flags.total_steps:
+        if self._group.has_to_stop and not self._signals:
+            logging.info("Another learner asks to stop: ending")
+        if self._learner.step >= self._flags.total_steps or self._group.has_to_stop:
             self.stop.set()
         if getattr(self._flags, "deterministic", False):
             if self._learner.weights.version % LOG_UPDATES == 0:
@@ -244,15 +260,23 @@ class Run:
         stats["skipped_updates"] += 1
         stats["skipped_in_a_row"] += 1
         values = ", ".join(f"{name} {value}" for name, value in update.items())
+        ranks = self._group.not_finite
+        is_ours = batch is not None and (not ranks or self._group.rank in ranks)
+        source = f"Its batch comes from {batch.sources}" if is_ours else f"See learners {ranks}"
         logging.error(
             "The update was skipped, as it is not finite (%d in all; %d in a row, %d end the run): "
-            "%s. Its batch comes from %s",
+            "%s. %s",
             *(stats["skipped_updates"], stats["skipped_in_a_row"], MAX_SKIPPED),
-            *(values, batch.sources),
+            *(values, source),
         )
         if stats["skipped_in_a_row"] < MAX_SKIPPED:
             return
-        path, content = self.path / "bad_batch.tar", io.BytesIO()
+        if not is_ours:
+            raise FloatingPointError(
+                f"{MAX_SKIPPED} updates in a row were not finite: see the logs of learners {ranks}"
+            )
+        name = f"bad_batch.rank{self._group.rank}.tar" if self._group.rank else "bad_batch.tar"
+        path, content = self.path / name, io.BytesIO()
         agent_state = map_nest(lambda x: x.cpu(), batch.agent_state)
         saved = {"batch": batch.cpu_rows, "agent_state": agent_state}
         torch.save(saved | {"sources": batch.sources, "metrics": update}, content)
@@ -305,5 +329,5 @@ class Run:
             os.kill(os.getpid(), number)
 
     def _announce_stop(self):
-        self.stop.set()
+        self._group.ask_to_stop(self.stop)
         logging.info("Caught %s: ending", self._signals[0].name)

@@ -3,7 +3,7 @@
 
     meta.json   flags, command, git commit, versions, machine, start and end
     logs.csv    a header and a row a tick: _tick,_time,step,...; _time in seconds since the epoch
-    out.log     what was printed
+    out.log     what was printed; out.rank1.log by another learner, and so on
     model.tar   the newest checkpoint
     best.tar    that with the highest mean return of the last 100 games
     events.*    the same metrics as logs.csv, for TensorBoard
@@ -149,6 +149,37 @@ class RunFolder:
         replace_file(self.path / "meta.json", text.encode())
 
 
+class RankLog:
+    """The log of a learner that is not the first one of its policy, in the folder of the run.
+
+    It is `out.rank1.log`, say. On the screen there are warnings and errors alone.
+    """
+
+    def __init__(self, flags):
+        self.path, self._flags = run_path(flags), flags
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._out = LogHandler(self.path / f"out.rank{flags.rank}.log", LOG_FORMAT)
+        except OSError as error:
+            raise FlagError(f"cannot use --savedir {flags.savedir}: {error}") from error
+        for handler in logging.getLogger().handlers:
+            handler.setLevel(logging.WARNING)
+        logging.getLogger().addHandler(self._out)
+
+    def start_logs(self, step):
+        pass
+
+    def log(self, step, metrics, line):
+        logging.info("%.1f%% | %s", min(100, 100 * step / self._flags.total_steps), line)
+
+    def close(self, status, error=None):
+        if error is not None:
+            logging.getLogger().critical("The run failed", exc_info=error)
+        logging.info("%s", status or "ended")
+        logging.getLogger().removeHandler(self._out)
+        self._out.close()
+
+
 def _link_latest(path):
     link = path.parent / "latest"
     try:
@@ -159,23 +190,26 @@ def _link_latest(path):
         logging.warning("Could not link %s: %s", link, error)
 
 
-def _describe_run(flags):
-    def git(*arguments):
-        try:
-            return subprocess.run(
-                ["git", "-C", pathlib.Path(__file__).parent, *arguments],
-                capture_output=True,
-                text=True,
-                timeout=10,
-                check=True,
-            ).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return None
+def run_git(*arguments):
+    """Return what git says of this repository; None where it is none."""
+    try:
+        return subprocess.run(
+            ["git", "-C", pathlib.Path(__file__).parent, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
+
+def _describe_run(flags):
+    changed = run_git("status", "--porcelain")
     return {
         "flags": vars(flags),
         "command": sys.argv,
-        "git": {"commit": git("rev-parse", "HEAD"), "changed": git("status", "--porcelain")},
+        "git": {"commit": run_git("rev-parse", "HEAD"), "changed": changed},
         "versions": {"python": platform.python_version(), **_versions()},
         "machine": {
             "host": platform.node(),

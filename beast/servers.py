@@ -39,7 +39,7 @@ def connect(flags, script):
       script: path of polybeast_env.py, or of a fork of it, which local servers run.
     """
     if flags.server_addresses:
-        addresses = expand_addresses(flags.server_addresses)
+        addresses = own_addresses(flags)
         yield Servers(addresses, flags.envs_per_stream, credentials.load(flags))
     else:  # these are for this learner alone, and ask for no credentials
         with LocalServers(flags, script) as local:
@@ -113,7 +113,7 @@ def _check_flags(flags):
             f"--pipes_basename ({flags.pipes_basename}) where to start some: give only one"
         )
     if flags.server_addresses:
-        num_addresses = len(expand_addresses(flags.server_addresses))
+        num_addresses = len(own_addresses(flags))
         credentials.load(flags)
     else:
         num_addresses = len(local_addresses(flags, "/a/temporary/folder"))
@@ -132,6 +132,17 @@ def _check_flags(flags):
             f"--envs_per_stream is {flags.envs_per_stream}, but servers step at most "
             f"{libtorchbeast.MAX_ENVS} environments as one batch"
         )
+
+
+def own_addresses(flags):
+    """Return where the servers of this learner run already: of W learners, every W-th address."""
+    addresses = expand_addresses(flags.server_addresses)
+    if len(addresses) < flags.num_learners:
+        raise ValueError(
+            f"--server_addresses names {len(addresses)} servers, but there are "
+            f"{flags.num_learners} learners, each of which needs one"
+        )
+    return addresses[flags.rank :: flags.num_learners]
 
 
 def local_addresses(flags, folder):

@@ -8,6 +8,7 @@ import libtorchbeast
 from beast import metrics
 from beast.cuda import DeviceCopies
 from beast.learner import Batch
+from beast.learner_group import SEEDS_A_RANK
 from beast.servers import ANSWER_TIMEOUT, CONNECT_TIMEOUT
 
 CHECK_INTERVAL = 5  # seconds between two looks at the servers
@@ -58,7 +59,10 @@ class Streams:
             num_envs=flags.envs_per_stream,
             expected_num_envs=servers.num_envs,
             newest_frame_only=True,
-            seeds=[f"{flags.seed},{1 + i},{first_step}" for i in range(self._num_streams)],
+            seeds=[
+                f"{flags.seed},{1 + i + SEEDS_A_RANK * flags.rank},{first_step}"
+                for i in range(self._num_streams)
+            ],
             reconnect=True,
             spaces=servers.spaces,
             env=servers.env,

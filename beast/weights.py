@@ -51,7 +51,7 @@ class SharedWeights:
         i = version % len(self._slots)
         if tensors[0].device.type == "cpu":
             torch._foreach_copy_(self._slots[i], tensors)
-        else:  # in one copy, since each one has to be waited for
+        else:  # in one copy, since the CPU waits for each
             if self._device_data is None:
                 self._device_data = torch.empty_like(self._data[0], device=tensors[0].device)
                 self._staging = torch.empty_like(self._data[0], pin_memory=True)

@@ -29,7 +29,7 @@ cd "$(dirname "$0")/.."
 export OUT=${OUT:-$PWD/gpu_results} PREFIX=${PREFIX:-/tmp/torchbeast} PYTHONUNBUFFERED=1
 export PYTHON=${PYTHON:-python3} WHEELS=${WHEELS:-wheels} DEBS=${DEBS:-debs} QUICK=${QUICK:-}
 declare -A LIMITS=( # seconds
-  [machine]=20 [setup]=150 [tests]=120 [environments]=60 [net]=150 [contended]=100 [sweep]=420
+  [machine]=20 [setup]=120 [tests]=150 [environments]=60 [net]=150 [contended]=100 [sweep]=360
   [pong]=270 [trace]=150
 )
 
@@ -68,7 +68,7 @@ if [ -d "$libraries" ] || [ -d "$DEBS" ]; then
   export PATH=$PREFIX/usr/bin:$PATH CMAKE_PREFIX_PATH=$PREFIX/usr
   export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 fi
-cores=$(nproc)
+cores=$("$PYTHON" -c 'from beast.machine import count_cores; print(count_cores())')
 
 machine() {
   nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader ||
@@ -104,7 +104,7 @@ tests() {
     export CUDA_TESTS_ON=${CUDA_TESTS_ON:-cpu}
     options+=(-k "not device and not moment")
   fi
-  "$PYTHON" -m pytest -q -x --durations 5 -p no:cacheprovider "${options[@]}"
+  "$PYTHON" -m pytest -q --durations 5 -p no:cacheprovider "${options[@]}"
 }
 
 # Sums of rates that each core makes in a second of its time while all others do the same.
@@ -138,7 +138,7 @@ contended() {
 }
 
 sweep() {
-  local seconds=15 setting settings=(
+  local seconds=12 setting settings=(
     "polybeast" # the defaults
     "polybeast --batch_size 32"
     "polybeast --batch_size 32 --num_servers $cores --num_actors $((2 * cores)) --envs_per_stream 16"

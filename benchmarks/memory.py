@@ -51,9 +51,10 @@ def measure(program, arguments, seconds):
             [*command, "--disable_checkpoint", "--disable_cuda", "--end_with_stdin"],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        log = pathlib.Path(folder, "run", "logs.csv")
+        log, end = pathlib.Path(folder, "run", "logs.csv"), time.monotonic() + 120
         while not log.exists() or log.read_text().count("\n") < 3:
-            if process.poll() is not None:
+            if process.poll() is not None or time.monotonic() > end:
+                process.kill()
                 raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
             time.sleep(0.2)
         time.sleep(seconds)

@@ -65,14 +65,20 @@ def random_rows(space, num_actions, T, B):
     }
 
 
+def make_batch(space, num_actions, T, B):
+    """Return a batch of random rollouts, tensors [T + 1, B, ...]."""
+    batch = random_rows(space, num_actions, T + 1, B)
+    batch["action"] = torch.randint(num_actions, (T + 1, B))
+    batch["policy_logits"] = torch.zeros(T + 1, B, num_actions)
+    return batch
+
+
 def make_learning(program, flags, model, space):
     """Return a function that takes one step of the optimizer with the program's `learn`."""
     T, B = flags.unroll_length, flags.batch_size
     device = get_device(flags)
     model.to(device)
-    batch = random_rows(space, model.num_actions, T + 1, B)
-    batch["action"] = torch.randint(model.num_actions, (T + 1, B))
-    batch["policy_logits"] = torch.zeros(T + 1, B, model.num_actions)
+    batch = make_batch(space, model.num_actions, T, B)
     batch, agent_state = map_nest(lambda x: x.to(device), (batch, model.initial_state(B)))
     # So small a step that the weights stay what they are: the data mean nothing.
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-8)

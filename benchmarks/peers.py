@@ -207,6 +207,7 @@ def main():
     options, arguments = parser.parse_known_args()
     folder = options.folder.expanduser().resolve()
     flags = monobeast.parser.parse_args(arguments)  # refuses a wrong flag now
+    monobeast.check_flags(flags)
 
     reasons, pythons = {}, {}
     for name in options.peers:

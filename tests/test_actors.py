@@ -47,7 +47,7 @@ class Rig:
 
     def __init__(self, context, marker, **overrides):
         flags = {"num_actors": 1, "envs_per_actor": 2, "num_buffers": 6, "seed": 7, "fails": None}
-        flags |= {"stall_timeout_s": 60, "deterministic": False}
+        flags |= {"stall_timeout_s": 60, "deterministic": False, "rank": 0}
         self.flags = argparse.Namespace(**flags | overrides)
         self.seeds = torch.zeros(self.flags.num_buffers, 4, dtype=torch.int64).share_memory_()
         self.marker = marker

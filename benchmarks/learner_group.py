@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does it cost that several learners sum their gradients?
+
+    python benchmarks/learner_group.py [--repeats 3] [--updates 30] [--nets deep,shallow]
+
+For each net: first the exchange alone, between 2 and 4 ranks that do nothing else, by what torchrun
+starts and PolyBeast uses. Then learning from random rollouts, in turn by one learner with a thread
+on each of two cores and twice the batch, and by two learners with a thread and a batch each. All on
+this machine, over gloo. Prints Markdown, and what networks would take for as many bytes.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import gymnasium as gym  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from machine import print_header  # noqa: E402
+from net import NUM_ACTIONS, make_batch  # noqa: E402
+
+import polybeast  # noqa: E402
+from beast import torchrun  # noqa: E402
+from beast.learner import Learner, keep_freed_memory  # noqa: E402
+from beast.precision import choose_precision  # noqa: E402
+from beast.weights import LocalWeights  # noqa: E402
+
+
+def measure(arguments):
+    """Be a rank, or the only learner: return seconds an update, and of them in the exchange."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--worker", action="store_true")
+    parser.add_argument("--net")
+    parser.add_argument("--batch_size", type=int)  # 0: exchange alone
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--updates", type=int)
+    options = parser.parse_args(arguments)
+    flags = polybeast.parser.parse_args(["--disable_cuda", "--learning_rate", "1e-8"])
+    ranks = torchrun.join_group(flags)
+    torch.set_num_threads(options.threads)
+    keep_freed_memory()
+    choose_precision(flags, polybeast.Net, [torch.device("cpu")])
+    space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    net = polybeast.Net(space, NUM_ACTIONS, False, options.net)
+    optimizer, decay = polybeast.create_optimizer(flags, net)
+    learner = Learner(net, optimizer, decay, LocalWeights(net))
+    learner.group.share_state(learner)
+    exchange = 0.0
+    sum_over_learners = ranks.sum
+
+    def timed_sum(model, metrics):
+        nonlocal exchange
+        begin = time.perf_counter()
+        try:
+            return sum_over_learners(model, metrics)
+        finally:
+            exchange += time.perf_counter() - begin
+
+    ranks.sum = timed_sum
+    if options.batch_size == 0:
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+        def update():
+            for parameter in net.parameters():
+                parameter.grad.fill_(1.0)
+            timed_sum(net, {"steps": torch.ones(())})
+    else:
+        batch = make_batch(space, NUM_ACTIONS, flags.unroll_length, options.batch_size)
+
+        def update():
+            polybeast.learn(flags, net, batch, (), optimizer, ranks)
+
+    for _ in range(3):
+        update()
+    exchange, begin = 0.0, time.perf_counter()
+    for _ in range(options.updates):
+        update()
+    seconds = (time.perf_counter() - begin) / options.updates
+    if ranks.rank == 0:
+        print(json.dumps([seconds, exchange / options.updates]), flush=True)
+
+
+def run(num_ranks, **options):
+    """Return what rank 0 has measured."""
+    arguments = [a for name, value in options.items() for a in (f"--{name}", str(value))]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [
+        sys.executable,
+        *(launcher if num_ranks > 1 else []),
+        __file__,
+        "--worker",
+        *arguments,
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def show(values):
+    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=30)
+    parser.add_argument("--nets", default="deep,shallow")
+    parser.add_argument("--batch_size", type=int, default=8)
+    options = parser.parse_args()
+    print_header(torch)
+    space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    B = options.batch_size
+    for name in options.nets.split(","):
+        parameters = polybeast.Net(space, NUM_ACTIONS, False, name).parameters()
+        num_bytes = 4 * sum(p.numel() for p in parameters)
+        print(f"\n{name} net, {num_bytes / 1e6:.1f} MB\n", flush=True)
+        times = {}
+        for _ in range(options.repeats):
+            for ranks in (2, 4):
+                seconds, _ = run(ranks, net=name, batch_size=0, threads=1, updates=options.updates)
+                times.setdefault(f"exchange alone, {ranks} ranks", []).append(1e3 * seconds)
+            updates = options.updates
+            one, _ = run(1, net=name, batch_size=2 * B, threads=2, updates=updates)
+            two, exchange = run(2, net=name, batch_size=B, threads=1, updates=updates)
+            times.setdefault(f"one learner, 2 threads, batch {2 * B}", []).append(1e3 * one)
+            times.setdefault(f"two learners, a thread each, batch {B}", []).append(1e3 * two)
+            times.setdefault("of it in the exchange, waits included", []).append(1e3 * exchange)
+        print("| | ms an update |\n|---|---|")
+        for what, values in times.items():
+            print(f"| {what} | {show(values)} |")
+        for gigabits in (10, 100):
+            ms = 1e3 * 2 * num_bytes * 8 / (gigabits * 1e9)
+            print(f"| {gigabits} Gb/s, many ranks: twice the bytes | {ms:.1f} |")
+
+
+if __name__ == "__main__":
+    if "--worker" in sys.argv:
+        measure(sys.argv[1:])
+    else:
+        main()

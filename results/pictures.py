@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw the pictures of this folder, and print the tables that its README shows.
+
+    python results/pictures.py
+
+A suite is a folder of runs, which are folders with meta.json and logs.csv. published.csv has what
+others reported, which the pictures show as broken lines; README.md has the protocols.
+"""
+
+import csv
+import pathlib
+import sys
+
+import numpy as np
+from matplotlib.figure import Figure
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from beast.curves import read_run  # noqa: E402
+
+RETURN = "mean_game_return"  # of the last 100 whole games
+START_UPDATES = 1000  # from which on the KL divergence is looked at
+ARMS = {  # of the staleness runs, by --correction and --policy_clipping
+    ("vtrace", True): "V-trace, clipped policy (the default)",
+    ("vtrace", False): "V-trace",
+    ("none", False): "no correction",
+}
+
+
+def read_suite(name):
+    """Return a dict from games to their runs, in the order of the folders' names."""
+    games = {}
+    for path in sorted((HERE / name).glob("*/logs.csv")):
+        run = read_run(str(path), notes=[])
+        games.setdefault(run.meta["flags"]["env"], []).append(run)
+    return games
+
+
+def finite(run, name):
+    """Return steps and values of a column's rows that have a value."""
+    steps, values = run.columns["steps"], run.columns[name]
+    known = np.isfinite(values)
+    return steps[known], values[known]
+
+
+def large_kl(run):
+    """Return the KL divergence's median, its 99th percentile, and the share of rows above 0.1."""
+    flags = run.meta["flags"]
+    steps, kl = finite(run, "behavior_target_kl")
+    kl = kl[steps >= START_UPDATES * flags["batch_size"] * flags["unroll_length"]]
+    return np.median(kl), np.quantile(kl, 0.99), np.mean(kl > 0.1)
+
+
+def panels(games):
+    """Return a figure with a panel for each game, in rows of three, and the panels."""
+    columns = min(3, len(games))
+    rows = -(-len(games) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.1 * rows), layout="constrained", dpi=90)
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel, game in zip(axes, games, strict=False):
+        panel.set_title(game.removesuffix("NoFrameskip-v4"))
+        panel.grid(alpha=0.3)
+    for panel in axes[len(games) :]:
+        panel.remove()
+    return figure, axes
+
+
+def draw_suite(name):
+    """Draw the return of each run against its steps, and print a row for each."""
+    games = read_suite(name)
+    with open(HERE / "published.csv", newline="") as file:
+        published = [row for row in csv.DictReader(file) if row["suite"] == name]
+    figure, axes = panels(games)
+    print(f"\n{name}\n\n| run | steps | last 100 games | highest | KL: median | 99 % | above 0.1 |")
+    print("|---|---|---|---|---|---|---|")
+    for panel, (game, runs) in zip(axes, games.items(), strict=False):
+        for run in runs:
+            steps, returns = finite(run, RETURN)
+            panel.plot(steps / 1e6, returns, linewidth=1, label=f"seed {run.meta['flags']['seed']}")
+            kl, high, share = large_kl(run)
+            print(
+                f"| {run.name} | {steps[-1] / 1e6:.2f} M | {returns[-1]:.5g} | {returns.max():.5g} "
+                f"| {kl:.2g} | {high:.2g} | {share:.1%} |"
+            )
+        shown = [row for row in published if row["env"] == game]
+        for row, style in zip(shown, ("--", "-.", ":"), strict=False):
+            panel.axhline(
+                float(row["return"]), color="0.3", linestyle=style, linewidth=1, label=row["agent"]
+            )
+        panel.legend(fontsize=7)
+        panel.set_xlabel("million agent steps")
+    figure.suptitle("mean return of the last 100 games in training")
+    figure.savefig(HERE / f"{name}.png")
+
+
+def draw_staleness(name="staleness"):
+    """Draw the last return against the lag, and print a row for each game, lag and arm."""
+    games = read_suite(name)
+    figure, axes = panels(games)
+    print(f"\n{name}\n\n| game | lag | correction | last 100 games, each seed | mean | above 0.1 |")
+    print("|---|---|---|---|---|---|")
+    for panel, (game, runs) in zip(axes, games.items(), strict=False):
+        groups = {}
+        for run in runs:
+            flags = run.meta["flags"]
+            arm = ARMS[flags["correction"], flags["policy_clipping"] < 1]
+            groups.setdefault(arm, {}).setdefault(flags["lag"], []).append(run)
+        for i, arm in enumerate(ARMS.values()):
+            lags, means = sorted(groups[arm]), []
+            for x, lag in enumerate(lags):
+                chosen = groups[arm][lag]
+                last = [finite(run, RETURN)[1][-1] for run in chosen]
+                means.append(np.mean(last))
+                panel.plot([x] * len(last), last, "o", color=f"C{i}", markersize=3)
+                share = max(large_kl(run)[2] for run in chosen)
+                print(
+                    f"| {game} | {lag} | {arm} | {', '.join(f'{r:.4g}' for r in last)} "
+                    f"| {means[-1]:.4g} | {share:.1%} |"
+                )
+            panel.plot(means, color=f"C{i}", label=arm)
+        panel.set_xticks(range(len(lags)), lags)
+        panel.set_xlabel("age of the acting policy, in updates")
+        panel.set_ylim(bottom=0)
+        panel.legend(fontsize=7)
+    figure.suptitle("mean return of the last 100 games\nafter 2 million frames")
+    figure.savefig(HERE / f"{name}.png")
+
+
+if __name__ == "__main__":
+    for suite in ("atari", "minatar"):
+        if (HERE / suite).exists():
+            draw_suite(suite)
+    if (HERE / "staleness").exists():
+        draw_staleness()

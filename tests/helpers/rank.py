@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One of several learners, as torchrun starts it.
+
+    torchrun --nproc-per-node 2 tests/helpers/rank.py updates FOLDER PROGRAM NET
+    torchrun --nproc-per-node 2 tests/helpers/rank.py train FOLDER PROGRAM [flags]
+
+`updates` learns from given batches, of which each rank has its part; `train` is the program,
+playing Catch. At the end each rank writes what it has into FOLDER/rank0.tar and so on.
+"""
+
+import hashlib
+import os
+import pathlib
+import sys
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
+
+import catch
+import catch_poly
+from test_parity import SPACE, A, make_batch
+
+import monobeast
+import polybeast
+from beast import torchrun
+from beast.environments import map_nest
+from beast.learner import Learner
+from beast.learner_group import ALONE
+from beast.weights import LocalWeights
+
+PROGRAMS = {"monobeast": monobeast, "polybeast": polybeast}
+COLUMNS, NUM_UPDATES = 4, 20
+EMPTY, BROKEN = 3, 7  # updates in which the last rank has no batch, or one with a NaN
+
+
+class SmallNet(nn.Module):
+    """A net in double precision; one parameter is never used, another one by some batches alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy, self.baseline = nn.Linear(4, A), nn.Linear(4, 1)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.seldom = nn.Parameter(torch.ones(1))
+        self.double()
+
+    def initial_state(self, batch_size):
+        return ()
+
+    def forward(self, inputs, agent_state):
+        x = inputs["frame"][..., 0, :4, 0].double() / 255
+        baseline = self.baseline(x).squeeze(-1)
+        positive = inputs["reward"][0] > 0.5
+        if positive.any():
+            baseline = torch.where(positive, baseline * self.seldom, baseline)
+        return {"policy_logits": self.policy(x), "baseline": baseline}, agent_state
+
+
+def make_net(name):
+    torch.manual_seed(0)
+    if name == "small":
+        return SmallNet()
+    net = catch.AtariNet(SPACE, A)
+    nn.init.normal_(net.policy.weight, std=0.05)
+    return net
+
+
+def learn(program, name, num_ranks, group=ALONE):
+    """Learn from some batches, one of several ranks from its parts; return what came out."""
+    precision = "bf16" if name == "bf16" else "fp32"
+    # Random batches are far off-policy: with longer steps, differences of rounding soon grow.
+    arguments = f"--disable_cuda --precision {precision} --learning_rate 0.0002"
+    flags = program.parser.parse_args(arguments.split())
+    net = make_net(name)
+    optimizer, decay = program.create_optimizer(flags, net)
+    learner = Learner(net, optimizer, decay, LocalWeights(net))
+    learner.group.share_state(learner)
+    size, rank, results = COLUMNS // num_ranks, group.rank, []
+    for update in range(NUM_UPDATES):
+        batch = make_batch(update, B=COLUMNS)
+        if name == "small":
+            batch = map_nest(lambda x: x.double() if x.is_floating_point() else x, batch)
+        if update == BROKEN:
+            batch["reward"][2, -1] = torch.nan
+            batch["truncated"][:] = False
+            batch["terminated"][:] = False
+        end = COLUMNS - size if update == EMPTY else COLUMNS
+        part = slice(0, end)
+        if group is not ALONE:
+            part = slice(rank * size, min(end, (rank + 1) * size))
+        columns = map_nest(lambda x, part=part: x[:, part], batch)
+        columns = columns if columns["reward"].numel() else None
+        metrics = program.learn(flags, net, columns, (), optimizer, group)
+        results.append(metrics | {"not_finite": list(group.not_finite)})
+        learner.count(int(metrics["steps"]), [], [])
+    rate = learner.scheduler.get_last_lr()
+    gradients = {n: p.grad for n, p in net.named_parameters()}
+    return {"results": results, "weights": net.state_dict(), "rate": rate, "gradients": gradients}
+
+
+def main():
+    kind, folder, program_name, *arguments = sys.argv[1:]
+    program = PROGRAMS[program_name]
+    if kind == "updates":
+        found = torchrun.join_group(program.parser.parse_args(["--disable_cuda"]))
+        content = learn(program, arguments[0], found.size, found)
+    else:
+        made = []
+
+        class Watched(Learner):
+            def __init__(self, *args):
+                super().__init__(*args)
+                made.append(self)
+
+        program.Learner = Watched
+        # OTHER: stands before what the last rank alone is given.
+        of_last = [a.removeprefix("OTHER:") for a in arguments if a.startswith("OTHER:")]
+        sys.argv[1:] = [a for a in arguments if not a.startswith("OTHER:")]
+        if os.environ["RANK"] == "1":
+            sys.argv += of_last
+        status = program.main()
+        weights = b"".join(w.numpy().tobytes() for w in made[0].model.state_dict().values())
+        found = made[0].group
+        content = {"weights": hashlib.sha256(weights).hexdigest(), "stats": made[0].stats}
+        content |= {"status": status}
+    torch.save(content, pathlib.Path(folder, f"rank{found.rank}.tar"))
+    return content.get("status", 0)
+
+
+if __name__ == "__main__":
+    assert catch_poly  # with which PolyBeast plays Catch
+    monobeast.run_program(main)

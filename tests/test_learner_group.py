@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several learners: they are one with a larger batch, go on where one has none, and end as one."""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import time
+import uuid
+
+import pytest
+import rank
+import torch
+from program import HELPERS, ROOT, Program, last_step, load
+
+import monobeast
+import polybeast
+from beast import servers
+from beast.errors import FlagError
+from beast.flags import parse_flags
+
+SMALL = {
+    "monobeast": "--num_actors 1 --envs_per_actor 4",
+    "polybeast": "--num_servers 1 --num_actors 1 --envs_per_stream 4",
+}
+
+
+class Torchrun(Program):
+    """Some learners, of which each writes rankN.tar into a folder in the end."""
+
+    def __init__(self, num_ranks, *arguments, options=""):
+        self.mark = f"TORCHRUN_TEST={uuid.uuid4()}"
+        launcher = ("torch.distributed.run --standalone", f"--nproc-per-node {num_ranks}", options)
+        name, value = self.mark.split("=")
+        script = HELPERS / "rank.py"
+        super().__init__("-m", *launcher, script, *arguments, cwd=ROOT, **{name: value})
+
+    def members(self, word=""):
+        """Return the ids of its processes, of which torchrun puts some in sessions of their own."""
+        members = []
+        for path in pathlib.Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+                marked = self.mark in (path / "environ").read_text().split("\0")
+                if marked and state not in "ZX" and word in (path / "cmdline").read_text():
+                    members.append(int(path.name))
+        return members
+
+    def rank(self, number):
+        """Return the process id of a rank."""
+        for pid in self.members("rank.py"):
+            with contextlib.suppress(OSError):
+                if f"RANK={number}" in pathlib.Path(f"/proc/{pid}/environ").read_text().split("\0"):
+                    return pid
+        return None
+
+
+def finish(program, status=0):
+    """Wait for the end of a Program; return what it printed."""
+    got, output = program.end()
+    assert got == status, output
+    program.wait_for_members()
+    return output
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("num_ranks", "program", "net", "tolerance"),
+    [
+        (2, "monobeast", "small", 1e-9),
+        (4, "polybeast", "small", 1e-9),
+        (2, "polybeast", "fp32", 1e-5),
+        (2, "monobeast", "bf16", None),
+    ],
+)
+def test_ranks_are_one_learner_with_their_batches(tmp_path, num_ranks, program, net, tolerance):
+    with Torchrun(num_ranks, "updates", tmp_path, program, net) as process:
+        finish(process)
+    first, *others = (load(tmp_path / f"rank{i}.tar") for i in range(num_ranks))
+    for other in others:  # to the last bit
+        for name, weight in first["weights"].items():
+            assert torch.equal(weight, other["weights"][name]), name
+    single = rank.learn(rank.PROGRAMS[program], net, num_ranks)
+    for update, (ours, expected) in enumerate(
+        zip(first["results"], single["results"], strict=True)
+    ):
+        broken = update == rank.BROKEN
+        assert ours.pop("not_finite") == ([num_ranks - 1] if broken else [])
+        assert ours.keys() | {"not_finite"} == expected.keys()
+        for name, value in ours.items():
+            if tolerance:
+                # Where weights are float32, differences add up, and cross V-trace's thresholds.
+                relative = 1e-6 if net == "small" else 1e-4 if update < 4 else 0.01
+                limits = {"rel": relative, "abs": relative, "nan_ok": broken}
+                assert value == pytest.approx(expected[name], **limits), (update, name)
+    assert first["rate"] == single["rate"]
+    assert [r["steps"] for r in first["results"]] == [r["steps"] for r in single["results"]]
+    for name, gradient in single["gradients"].items():
+        assert (gradient is None) == (first["gradients"][name] is None), name
+        if tolerance and gradient is not None:
+            largest = 100 * tolerance * float(gradient.abs().max())
+            assert (first["gradients"][name] - gradient).abs().max() <= largest, name
+    assert net != "small" or first["gradients"]["unused"] is None
+    if tolerance:
+        largest = max(float(w.abs().max()) for w in single["weights"].values())
+        for name, weight in single["weights"].items():
+            assert (first["weights"][name] - weight).abs().max() <= tolerance * largest, name
+    changed = [float((w - v).abs().max()) for w, v in zip(
+        first["weights"].values(), rank.make_net(net).state_dict().values(), strict=True
+    )]  # fmt: skip
+    assert max(changed) > 1e-3
+
+
+def train(num_ranks, folder, program, *arguments, options=""):
+    return Torchrun(
+        num_ranks, "train", folder, program, "--env Catch --xpid run --disable_cuda --batch_size 4",
+        SMALL[program], "--savedir", folder, *arguments, options=options,
+    )  # fmt: skip
+
+
+def results(folder, num_ranks=2):
+    """Return what the ranks wrote at their ends, after checking that they are one policy."""
+    contents = [load(folder / f"rank{i}.tar") for i in range(num_ranks)]
+    for content in contents[1:]:
+        assert content["weights"] == contents[0]["weights"]
+        assert content["stats"]["step"] == contents[0]["stats"]["step"]
+        assert content["stats"]["game_returns"] == contents[0]["stats"]["game_returns"]
+    return contents
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("program", ["monobeast", "polybeast"])
+def test_two_learners_train_resume_and_end_by_sigterm_as_one(tmp_path, program):
+    with train(2, tmp_path, program, "--total_steps 20_000 --seed 3") as process:
+        finish(process)
+    (contents, _), folder = results(tmp_path), tmp_path / "run"
+    assert contents["stats"]["step"] >= 20_000
+    assert len(contents["stats"]["game_returns"]) == 100
+    assert last_step(folder) == contents["stats"]["step"] == load(folder / "model.tar")["step"]
+    log = (folder / "out.rank1.log").read_text()
+    assert "steps/s" in log and "ended" in log
+
+    with train(2, tmp_path, program, "--total_steps 10_000_000") as process:
+        process.wait_until(lambda: last_step(folder) > 25_000)
+        process.process.terminate()  # torchrun passes it on
+        status, output = process.end(40)
+        process.wait_for_members()
+    assert status != 0 or "SIGTERM" in output
+    assert "Resuming" in (folder / "out.log").read_text()
+    assert results(tmp_path)[0]["status"] == 0
+    assert load(folder / "model.tar")["step"] == last_step(folder)
+
+
+def descendants(pid):
+    """Return the ids of a process's children, their children and so on."""
+    children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [d for child in map(int, children) for d in (child, *descendants(child))]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("program", ["monobeast", "polybeast"])
+def test_a_rank_without_batches_holds_nobody_up_and_takes_part_again_later(tmp_path, program):
+    folder = tmp_path / "run"
+
+    def lags():
+        """Return the lags that rank 1 has logged last: dashes while it has no batch."""
+        path = folder / "out.rank1.log"
+        return re.findall(r"\| lag (\S+)", path.read_text())[-1:] if path.exists() else []
+
+    with train(2, tmp_path, program, "--total_steps 10_000_000 --seed 1") as process:
+        process.wait_until(lambda: last_step(folder) > 2000 and lags())
+        stopped = descendants(process.rank(1))
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        process.wait_until(lambda: lags() == ["-/-/-"])
+        step = last_step(folder)
+        process.wait_until(lambda: last_step(folder) > step + 5000)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        process.wait_until(lambda: lags() != ["-/-/-"])
+        os.kill(process.rank(1), signal.SIGTERM)  # of one of them, which asks the others
+        finish(process)
+    for content in results(tmp_path):
+        assert content["status"] == 0 and content["stats"]["step"] > step + 5000
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("program", "how", "options"),
+    [
+        ("monobeast", "SIGKILL", "--max-restarts 1"),
+        ("polybeast", "SIGKILL", "--max-restarts 0"),
+        ("polybeast", "SIGSTOP", "--max-restarts 1 --shutdown-timeout 5"),
+    ],
+)
+def test_a_lost_rank_ends_the_run_in_time_or_has_it_started_again(tmp_path, program, how, options):
+    folder, model = tmp_path / "run", tmp_path / "run" / "model.tar"
+    arguments = "--total_steps 10_000_000 --checkpoint_interval_s 1"
+    with train(2, tmp_path, program, arguments, options=options) as process:
+        process.wait_until(lambda: model.exists() and last_step(folder) > 2000)
+        first = process.rank(0)
+        os.kill(process.rank(1), getattr(signal, how))
+        begin = time.monotonic()
+        if "restarts 0" in options:
+            status, output = process.end(40)
+            assert status != 0
+        else:
+            process.wait_until(lambda: process.rank(0) not in (None, first), 60)
+            assert time.monotonic() < begin + 40
+            step = load(model)["step"]
+            process.wait_until(lambda: last_step(folder) > step + 2000)
+            assert "Resuming" in (folder / "out.log").read_text()
+            os.kill(process.rank(0), signal.SIGTERM)
+            output = finish(process)
+        process.wait_for_members()
+    assert "another learner has ended" in output + (folder / "out.log").read_text()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("environment", "arguments", "message"),
+    [
+        ({"RANK": "2"}, "", "RANK is 2, but WORLD_SIZE is 2"),
+        ({"LOCAL_RANK": "3"}, "", "LOCAL_RANK is 3, but LOCAL_WORLD_SIZE is 2"),
+        ({"LOCAL_WORLD_SIZE": "4"}, "", "LOCAL_WORLD_SIZE is 4, but WORLD_SIZE is 2"),
+        ({"WORLD_SIZE": "two"}, "", "to numbers"),
+        ({"MASTER_PORT": None}, "", "RANK is 0, but MASTER_PORT is not set"),
+        ({}, "--mode test", "--mode test is for one process"),
+        ({}, "--deterministic --batch_size 16", "--deterministic makes runs the same"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, "", "give it one with --xpid"),
+    ],
+)
+def test_flags_and_variables_that_contradict_each_other_are_refused_at_once(
+    monkeypatch, tmp_path, environment, arguments, message
+):
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in (variables | environment).items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(FlagError, match=re.escape(message)):
+        parse_flags(monobeast.parser, [*arguments.split(), "--savedir", str(tmp_path)])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("--learning_rate=0.5", "rank 1 is {'learning_rate': 0.5}, that of rank 0"),
+        ("--total_steps=5", "rank 1 is {'total_steps': 5}, that of rank 0"),
+    ],
+)
+def test_a_rank_with_other_flags_is_refused_with_both_values(tmp_path, other, message):
+    with train(2, tmp_path, "monobeast", f"OTHER:{other}") as process:
+        status, output = process.end()
+        process.wait_for_members()
+    assert status != 0 and message in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_fewer_servers_than_learners_are_refused():
+    flags = polybeast.parser.parse_args(["--server_addresses", "host:1-2"])
+    flags.num_learners, flags.rank = 2, 1
+    assert servers.own_addresses(flags) == ["host:2"]
+    flags.num_learners = 3
+    with pytest.raises(ValueError, match="names 2 servers, but there are 3 learners"):
+        servers.own_addresses(flags)
