@@ -8,17 +8,20 @@ import re
 import signal
 import time
 import uuid
+from types import SimpleNamespace
 
 import pytest
 import rank
+import small_run
 import torch
 from program import HELPERS, ROOT, Program, last_step, load
 
 import monobeast
 import polybeast
-from beast import servers
+from beast import checkpoint, servers, streams
 from beast.errors import FlagError
 from beast.flags import parse_flags
+from beast.learner_group import LearnerGroup
 
 SMALL = {
     "monobeast": "--num_actors 1 --envs_per_actor 4",
@@ -269,3 +272,85 @@ def test_fewer_servers_than_learners_are_refused():
     flags.num_learners = 3
     with pytest.raises(ValueError, match="names 2 servers, but there are 3 learners"):
         servers.own_addresses(flags)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("case", ["exception", "torchrun killed"])
+def test_an_error_in_one_rank_or_the_death_of_torchrun_ends_all(tmp_path, case):
+    folder = tmp_path / "run"
+    with train(2, tmp_path, "monobeast", "--total_steps 10_000_000") as process:
+        process.wait_until(lambda: last_step(folder) > 2000)
+        if case == "exception":
+            (tmp_path / "fail").touch()  # upon which rank 1 raises in `learn`
+            assert process.end(40)[0] != 0
+        else:
+            process.process.kill()
+        process.wait_for_members()
+        text = process.output if case == "exception" else (folder / "out.log").read_text()
+    expected = "rank 1 was asked to fail" if case == "exception" else "Caught SIGTERM: ending"
+    assert expected in text
+    assert (folder / "model.tar").exists()  # of what was learned until then
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A group of one rank, without torchrun."""
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield LearnerGroup(0, 1, "cpu")
+    torch.distributed.destroy_process_group()
+
+
+def test_a_net_whose_forward_pass_changes_a_buffer_is_refused_by_name(group):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    learner = SimpleNamespace(model=model, optimizer=model, scheduler=model, stats={})
+    group.share_state(learner)
+    group.sum(model, {"steps": 1.0})
+    model(torch.randn(3, 2))
+    with pytest.raises(FlagError, match="changes the net's buffer '1.running_mean'"):
+        group.sum(model, {"steps": 1.0})
+
+
+def test_returns_are_kept_until_an_update_takes_them(group):
+    model = torch.nn.Linear(2, 2)
+    group.share_state(SimpleNamespace(model=model, optimizer=model, scheduler=model, stats={}))
+    group.sum(model, {"steps": 1.0})
+    assert group.share_returns([1.0, 3.0], [5.0]) == ([], [])
+    for _ in range(3):  # exchanges in which nobody has a batch
+        assert group.sum(model, {})["steps"] == 0 and group.num_batches == 0
+    group.sum(model, {"steps": 1.0})
+    assert group.num_batches == 1
+    assert group.share_returns([], []) == ([2.0, 2.0], [5.0])
+    with pytest.raises(FlagError, match="does not sum over them"):
+        group.share_returns([], [])
+
+
+def test_metrics_may_come_in_another_order_but_not_under_other_names(group):
+    model = torch.nn.Linear(2, 2)
+    group.share_state(SimpleNamespace(model=model, optimizer=model, scheduler=model, stats={}))
+    group.sum(model, {"steps": 1.0, "loss": 2.0})
+    assert group.sum(model, {"loss": 3.0, "steps": 4.0}) == {"steps": 4.0, "loss": 3.0}
+    with pytest.raises(ValueError, match="have to be the same in each update"):
+        group.sum(model, {"steps": 1.0, "other": 2.0})
+
+
+def test_ranks_play_with_seeds_of_their_own(monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        streams.libtorchbeast, "ActorPool", lambda *args, seeds, **kwargs: found.append(seeds)
+    )
+    fake = SimpleNamespace(addresses=["a", "b"], num_envs=2, spaces="", env=None, credentials={})
+    for number in range(3):
+        flags = polybeast.parser.parse_args(["--num_actors", "4", "--seed", "7"])
+        flags.rank = number
+        streams.Streams(flags, fake, (), 0, torch.device("cpu"))
+    assert found[0] == ["7,1,0", "7,2,0", "7,3,0", "7,4,0"]
+    assert len({seed for seeds in found for seed in seeds}) == 12
+
+
+def test_a_checkpoint_of_another_number_of_learners_is_resumed_with_a_warning(tmp_path, caplog):
+    small_run.save(small_run.parse(tmp_path))
+    flags = small_run.parse(tmp_path)
+    flags.num_learners = 4
+    assert checkpoint.resume(flags, small_run.create_learner(flags))
+    assert "is of 1 learners, and now there are 4" in caplog.text

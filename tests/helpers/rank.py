@@ -108,14 +108,21 @@ def main():
         found = torchrun.join_group(program.parser.parse_args(["--disable_cuda"]))
         content = learn(program, arguments[0], found.size, found)
     else:
-        made = []
+        made, found = [], None
 
         class Watched(Learner):
             def __init__(self, *args):
                 super().__init__(*args)
                 made.append(self)
+                nonlocal found
+                found = self.group
 
-        program.Learner = Watched
+        def failing_learn(*args, learn=program.learn):
+            if found.rank == 1 and pathlib.Path(folder, "fail").exists():
+                raise ValueError("rank 1 was asked to fail")
+            return learn(*args)
+
+        program.Learner, program.learn = Watched, failing_learn
         # OTHER: stands before what the last rank alone is given.
         of_last = [a.removeprefix("OTHER:") for a in arguments if a.startswith("OTHER:")]
         sys.argv[1:] = [a for a in arguments if not a.startswith("OTHER:")]
@@ -123,7 +130,6 @@ def main():
             sys.argv += of_last
         status = program.main()
         weights = b"".join(w.numpy().tobytes() for w in made[0].model.state_dict().values())
-        found = made[0].group
         content = {"weights": hashlib.sha256(weights).hexdigest(), "stats": made[0].stats}
         content |= {"status": status}
     torch.save(content, pathlib.Path(folder, f"rank{found.rank}.tar"))
