@@ -83,9 +83,9 @@ loss.add_argument("--discounting", default=0.99, type=fraction, help="Discount f
 loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "none"],
                   help="Clip rewards to [-1, 1] in the learner.")
 loss.add_argument("--policy_clipping", default=0.2, type=positive(float),
-                  help="An action that has become this much more probable since it was played, "
-                  "where it did well, or less probable, where not, gives no policy gradient: 0.2 "
-                  "is 1.2 times, or 1 / 1.2 times. A large number, such as 1e9, is none.")
+                  help="An action gives no policy gradient once it is 1 + this times as probable "
+                  "as when it was played, if its advantage is positive, or 1 / (1 + this) times, "
+                  "if it is negative. 1e9 turns this off.")
 
 rmsprop = parser.add_argument_group("optimizer (RMSProp)")
 rmsprop.add_argument("--learning_rate", default=2e-3, type=positive(float),

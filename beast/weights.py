@@ -36,7 +36,10 @@ class SharedWeights:
             torch._foreach_copy_(slot, tensors)
 
     def __getstate__(self):
-        return {name: getattr(self, name) for name in ("_layout", "_version", "_data")}
+        """Return what a process needs that reads weights; the slots are views of the data."""
+        return {
+            k: v for k, v in vars(self).items() if k not in ("_slots", "_device_data", "_staging")
+        }
 
     def __setstate__(self, state):
         vars(self).update(state)

@@ -64,11 +64,11 @@ def run_fork(name, report, arguments):
     program = importlib.import_module(name)
     learn = program.learn
 
-    def report_and_learn(flags, model, batch, initial_agent_state, optimizer):
+    def report_and_learn(flags, model, batch, initial_agent_state, optimizer, *others):
         program.learn = learn
         first = {"weights": digest(model.state_dict()), "lr": optimizer.param_groups[0]["lr"]}
         pathlib.Path(report).write_text(json.dumps(first))
-        return learn(flags, model, batch, initial_agent_state, optimizer)
+        return learn(flags, model, batch, initial_agent_state, optimizer, *others)
 
     program.learn = report_and_learn
     program.run_program(lambda: program.main(arguments))
