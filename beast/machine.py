@@ -13,8 +13,8 @@ from beast.shared_memory import has_shared_memory
 MAX_LAG = 16
 FEW_CORES, FEW_PROCESSES = 2, 2  # few cores have the processes of the published curves
 MAX_ENVS, MIN_ENVS = 8, 4  # a process or stream; with fewer, most of the time goes into messages
-PROCESS_BYTES = 2**29  # of memory, that an actor or a server needs at most
-LEARNER_BYTES = 2**32
+# Of memory: an actor or a server with 8 Atari games takes 50 to 80 MiB (benchmarks/memory.py).
+PROCESS_BYTES, LEARNER_BYTES = 2**27, 2**32
 PROC, CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
 
 
