@@ -40,7 +40,7 @@ from beast.environments import Environments, map_nest, try_out
 from beast.flags import add_run_flags, parse_flags, run_program
 from beast.fork_server import start_fork_server
 from beast.learner import Learner, get_device
-from beast.learner_group import ALONE, join_updates
+from beast.learner_group import ALONE
 from beast.machine import choose_actors, count_cores
 from beast.metrics import is_finite, to_floats
 from beast.nets import create_net
@@ -55,6 +55,7 @@ from beast.rollout_buffers import (
     write_row,
 )
 from beast.run import Run
+from beast.starvation import join_updates
 from beast.threads import Threads
 from beast.weights import SharedWeights
 

@@ -40,7 +40,7 @@ from beast.environments import map_nest
 from beast.errors import FlagError
 from beast.flags import add_run_flags, add_server_flags, parse_flags, run_program
 from beast.learner import Learner, get_device
-from beast.learner_group import ALONE, join_updates
+from beast.learner_group import ALONE
 from beast.machine import choose_servers, count_cores
 from beast.metrics import is_finite, to_floats
 from beast.nets import create_net
@@ -48,6 +48,7 @@ from beast.parser import Parser, fraction, non_negative, positive
 from beast.precision import autocast, choose_precision, to_float32
 from beast.randomness import seed_generators
 from beast.run import Run
+from beast.starvation import join_updates
 from beast.streams import Streams, read_batches
 from beast.threads import Threads
 from beast.weights import LocalWeights

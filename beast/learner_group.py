@@ -14,17 +14,14 @@ import datetime
 import os
 import pathlib
 import signal
-import threading
-import time
 
 import torch
 import torch.distributed as dist
 
 from beast.errors import EnvError, FlagError
+from beast.starvation import Starvation
 
 TIMEOUT = 20  # seconds for an update, after which a rank that does not take part is lost
-PATIENCE = 1  # seconds that the others wait for a batch of a rank, until it gives zeros
-PAUSE = 0.1  # seconds between two exchanges in which no rank has a batch
 SEEDS_A_RANK = 2**20  # seeds of actors or streams, so that no two play the same games
 # What a rank gives besides metrics: whether it has a batch, whether its gradient is not finite,
 # whether it asks to stop; number and sum of returns, of episodes and of games.
@@ -86,6 +83,7 @@ class LearnerGroup:
       has_to_stop: whether one asked for it in the last exchange: all stop after the same update.
       not_finite: ranks that gave something that is not finite in the last exchange.
       num_batches: ranks that had a batch in the last exchange.
+      starvation: whether this learner has batches.
     """
 
     by_torchrun = True
@@ -104,10 +102,7 @@ class LearnerGroup:
         self._has_summed = False  # since returns were shared
         self._returns = [], []  # of episodes and games that the others do not know yet
         self._shared_returns = [], []  # that exchanges have brought
-        self._condition = threading.Condition()  # guards what follows
-        self._in_hand = 0  # batches that threads of this rank have
-        self._last_batch = time.monotonic()
-        self._starves = False
+        self.starvation = Starvation()
 
     def from_rank_0(self, function):
         """Return what `function` returns, which rank 0 alone calls, or raise its FlagError."""
@@ -157,7 +152,7 @@ class LearnerGroup:
     def barrier(self):
         """Wait until all learners have come so far, for as long as it takes."""
         dist.barrier()
-        self._last_batch = time.monotonic()
+        self.starvation = Starvation()  # its time begins here
 
     def sum(self, model, metrics):
         """Sum gradients, in place, and metrics over all learners.
@@ -312,59 +307,11 @@ class LearnerGroup:
         if self.size == 1:
             stop.set()
 
-    @contextlib.contextmanager
     def batch_in_hand(self):
-        """Say that a thread has a batch, while it waits for the lock and learns from it."""
-        with self._condition:
-            self._in_hand += 1
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._in_hand -= 1
-                self._last_batch, self._starves = time.monotonic(), False
-
-    def starves(self):
-        """Return whether this rank has had no batch for so long that the others must not wait."""
-        with self._condition:
-            if not self._in_hand and time.monotonic() > self._last_batch + PATIENCE:
-                self._starves = True
-            return self._starves and not self._in_hand
+        return self.starvation.batch_in_hand()
 
 
 def _machine():
     """Return what the processes have in common that see each other by their ids."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot, os.readlink("/proc/self/ns/pid")
-
-
-def join_updates(flags, learner, run, learn):
-    """Take part in the updates of the other learners while there is no batch here: a thread.
-
-    Args:
-      learn: as in the programs; without a batch it gives no gradient, but takes the step.
-    """
-    group = learner.group
-    if group.size == 1:
-        run.stop.wait()
-        return
-    torch.set_num_threads(learner.num_threads)
-    pause = PATIENCE / 20
-    while not run.stop.wait(pause):
-        pause = PATIENCE / 20
-        run.watchdog.beat("waits until there is no batch")
-        if not group.starves():
-            continue
-        with learner.lock:
-            if run.stop.is_set() or not group.starves():
-                continue
-            run.watchdog.beat("joins the update of other learners")
-            metrics = learn(flags, learner.model, None, (), learner.optimizer, group)
-            if group.num_batches:
-                learner.publish()
-                run.record(metrics)
-                pause = 0.001  # in which others get the lock
-            else:
-                pause = PAUSE
-            if group.has_to_stop:
-                run.stop.set()
