@@ -7,8 +7,8 @@ ARGS ?=  # more flags for monobeast.py or polybeast.py, or for pytest
 .DEFAULT_GOAL := help
 # Two targets at once would set up the same environment twice.
 .NOTPARALLEL:
-.PHONY: help pong poly quick test examples preempt faults soak hostile fuzz stress lint format build \
-	sanitize wheel proto clean env dev-env test-env FORCE
+.PHONY: help pong poly quick test examples preempt elastic faults soak hostile fuzz stress lint format \
+	build sanitize wheel proto clean env dev-env test-env FORCE
 
 CPP := csrc/*.h csrc/*.cc csrc/fuzz/*.h csrc/fuzz/*.cc csrc/tests/*.h csrc/tests/*.cc
 PYTEST := .venv/bin/python -m pytest
@@ -38,6 +38,11 @@ examples: test-env build ## learn each of the examples, and what else takes long
 
 preempt: build ## kill both programs 100 times at random moments and resume them: half an hour
 	exec .venv/bin/python campaigns/preemption.py $(ARGS)
+
+elastic: test-env build ## kill learners of one policy, the writer and the lighthouse, and start others: 20 minutes
+	for options in '--kills 50' '--kills 10 --target writer --program polybeast' \
+	'--kills 3 --target lighthouse'; do \
+	.venv/bin/python campaigns/elastic.py $$options $(ARGS) || exit 1; done
 
 faults: test-env build ## 45 minutes of PolyBeast among more than 500 faults; for root, with tc
 	exec .venv/bin/python campaigns/faults.py --results campaigns/results/faults $(ARGS)

@@ -61,6 +61,8 @@ def main(argv=None):
         return parser.print_help()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         parser.error("it measures one learner: start it without torchrun")
+    if any(flag.partition("=")[0] == "--elastic" for flag in arguments.flags):
+        parser.error("it measures one learner: leave --elastic out")
     if not os.path.exists(arguments.program):
         parser.error(f"there is no file {arguments.program}")
     try:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from beast import checkpoint, credentials, evaluate, torchrun
+from beast import checkpoint, credentials, elastic, evaluate, torchrun
 from beast.checkpoint import BEST, NEWEST, run_path
 from beast.errors import EnvError, FlagError
 from beast.parser import non_negative, positive
@@ -36,6 +36,9 @@ def add_run_flags(parser):
                      "action sampling. By default a random one, which meta.json holds.")
     run.add_argument("--checkpoint_interval_s", default=600, type=positive(float),
                      help="Seconds from one checkpoint to the next: the most that a kill can cost.")
+    run.add_argument("--elastic", metavar="HOST:PORT", help="Be one of several learners that come "
+                     "and go, which agree by torchft's lighthouse there (pip install torchft; "
+                     "docs/learners.md).")
     run.add_argument("--wandb", action="store_true",
                      help="Log to Weights & Biases, too (pip install wandb).")
     run.add_argument("--disable_checkpoint", action="store_true", help="Save no checkpoint.")
@@ -101,14 +104,13 @@ def parse_flags(parser, argv=None):
         raise FlagError(f"--autotune is a program of its own now: {command}")
     if sys.platform != "linux":
         raise FlagError(f"this runs on Linux only, not on {sys.platform}")
-    group = torchrun.join_group(flags)
+    group = elastic.join_group(flags) if flags.elastic else torchrun.join_group(flags)
     flags = group.from_rank_0(lambda: _fill_in(parser, argv, flags))
     flags.rank, flags.num_learners = group.rank, group.size
     if group.by_torchrun:
         torchrun.check_flags(flags)  # with what the checkpoint has added
-    if flags.rank > 0:  # what the first one does for all
-        flags.disable_checkpoint, flags.eval_interval = True, 0
-        flags.wandb = flags.write_profiler_trace = False
+    if flags.elastic:
+        elastic.check_completed_flags(flags, group)
     if flags.mode == "train" and flags.end_with_stdin:  # a test looks after this by itself
         exit_with_parent(sys.stdin.fileno(), lambda: os.kill(os.getpid(), signal.SIGTERM))
     return flags

@@ -60,6 +60,18 @@ class Learner:
         for name, returns in (("episode_returns", episode_returns), ("game_returns", game_returns)):
             self.stats[name] = (self.stats[name] + returns)[-100:]
 
+    def state(self):
+        """Return all that a learner of the same policy needs: tensors and plain values."""
+        parts = self.model, self.optimizer, self.scheduler
+        return {"parts": [part.state_dict() for part in parts], "stats": self.stats}
+
+    def load_state(self, state):
+        for part, own in zip(
+            (self.model, self.optimizer, self.scheduler), state["parts"], strict=True
+        ):
+            part.load_state_dict(own)
+        self.stats.update(state["stats"])
+
     def publish(self):
         self.weights.publish(self.model)
 

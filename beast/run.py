@@ -9,7 +9,6 @@ return run.exit_status
 """
 
 import datetime
-import io
 import logging
 import os
 import pprint
@@ -18,15 +17,11 @@ import threading
 import time
 from collections import deque
 
-import torch
-
-from beast import checkpoint, diagnostics, metrics
-from beast.atomic_files import replace_file
-from beast.background_evaluation import BackgroundEvaluation
-from beast.environments import map_nest
+from beast import bad_batch, checkpoint, diagnostics, metrics
 from beast.errors import EnvError, FlagError
 from beast.processes import STOP_SIGNALS
-from beast.run_folder import RankLog, RunFolder
+from beast.profiler import UpdateProfiler
+from beast.run_folder import LearnerLog, RunFolder
 from beast.waits import Stopwatch, WaitFractions
 from beast.watchdog import Watchdog, print_stacks_on_signal
 
@@ -68,10 +63,12 @@ class Run:
         self._diagnostics = diagnostics.Diagnostics()
         self._learner_waits = Stopwatch(getattr(flags, "num_learner_threads", 1))
         self._wait_fractions = WaitFractions()
-        self._profiler = None
+        self._profiler = UpdateProfiler(flags)
+        self._folder_failure = ""  # why this learner cannot write into the run's folder
 
     def __enter__(self):
-        self._folder = RankLog(self._flags) if self._group.rank > 0 else None
+        name = self._group.name  # empty where this learner has the run's folder from the start
+        self._folder = LearnerLog(self._flags, name) if name else None
         self._group.from_rank_0(self._open_folder)
         self.path = self._folder.path
         self._handlers = {n: signal.signal(n, self._handle_signal) for n in STOP_SIGNALS}
@@ -84,7 +81,8 @@ class Run:
         return self
 
     def _open_folder(self):
-        self._folder = RunFolder(self._flags)
+        if self._folder is None:
+            self._folder = RunFolder(self._flags)
 
     def _start(self):
         logging.info("Flags:\n%s", pprint.pformat(vars(self._flags)))
@@ -99,10 +97,8 @@ class Run:
             "Resuming %s at step %s" if self.first_step else "New run: %s",
             *((self.path, f"{self.first_step:,}") if self.first_step else (self.path,)),
         )
-        self._checkpoints = checkpoint.Writer(self._flags, self._learner)
-        self._folder.start_logs(self.first_step)
+        self._folder.start(self._learner)
         self._learner.publish()
-        self._evaluations = BackgroundEvaluation(self._flags, self.first_step)
         self.watchdog = Watchdog(self._flags.stall_timeout_s, self._silences)
         print_stacks_on_signal(lambda: self._system.pids() if self._system else [])
         # Times and steps of the last minute or so, for the time left.
@@ -112,14 +108,20 @@ class Run:
     def __exit__(self, error_type, error, traceback):
         self.stop.set()
         self.watchdog.close()
-        self._evaluations.close()
-        status = "ended"
+        self._group.leave()
+        self._take_folder()
+        if self._folder.evaluations:
+            self._folder.evaluations.close()
+        status, failure = "ended", ""
         try:
-            if error is None or isinstance(error, EnvError):  # what was learned is good
-                self._checkpoints.save(self._learner)
+            if self._folder.checkpoints:
+                if error is None or isinstance(error, EnvError):  # what was learned is good
+                    self._folder.checkpoints.save(self._learner)
+                failure = self._folder.checkpoints.failure
             self.tick()
-            if self._checkpoints.failure and error is None:
-                status = f"ended, but {self._checkpoints.failure}"
+            failure = failure or self._folder_failure
+            if failure and error is None:
+                status = f"ended, but {failure}"
         finally:
             if self._signals:
                 status = status.replace("ended", f"stopped by {self._signals[0].name}", 1)
@@ -127,8 +129,25 @@ class Run:
                 self.exit_status = 0 if self._group.by_torchrun else 128 + self._signals[0]
             self._restore_handlers()
             self._folder.close(status, error)
-        if self._checkpoints.failure and error is None:
-            raise FlagError(self._checkpoints.failure)
+        if failure and error is None:
+            raise FlagError(failure)
+
+    def _take_folder(self):
+        """Go on with the run's folder where that is this learner's, but was another one's."""
+        if self._folder.checkpoints or self._group.rank != 0:
+            return
+        try:
+            folder = RunFolder(self._flags)
+        except FlagError as error:  # the other one may be stopped, or about to end
+            if not self._folder_failure:
+                logging.error("This learner cannot write logs and checkpoints: %s", error)
+            self._folder_failure = f"nothing was saved: {error}"
+            return
+        folder.start(self._learner)
+        self._folder_failure = ""
+        self._folder.close("")
+        self._folder = folder
+        logging.info("This learner writes logs and checkpoints from here on")
 
     def follow(self, batches):
         """Yield from `batches`, and count how long all learner threads wait for them."""
@@ -176,10 +195,10 @@ class Run:
         else:
             self._skip(update, batch)
         if self._flags.write_profiler_trace:
-            self._profile()
-        if self._group.has_to_stop and not self._signals:
+            self._profiler.count_update()
+        if self._group.exchange.has_to_stop and not self._signals:
             logging.info("Another learner asks to stop: ending")
-        if self._learner.step >= self._flags.total_steps or self._group.has_to_stop:
+        if self._learner.step >= self._flags.total_steps or self._group.exchange.has_to_stop:
             self.stop.set()
         if getattr(self._flags, "deterministic", False):
             if self._learner.weights.version % LOG_UPDATES == 0:
@@ -200,10 +219,12 @@ class Run:
         interval = min(LOG_INTERVAL, self._flags.checkpoint_interval_s)
         while not self.stop.wait(interval):
             self.watchdog.beat("looks after the run")
+            self._take_folder()
             if not getattr(self._flags, "deterministic", False):
                 self.tick()
-            if self._checkpoints.are_due(within=interval):
-                self._checkpoints.save(self._learner)
+            checkpoints = self._folder.checkpoints
+            if checkpoints and checkpoints.are_due(within=interval):
+                checkpoints.save(self._learner)
 
     def tick(self):
         """Log a row of metrics."""
@@ -223,7 +244,8 @@ class Run:
             self._updates, self._lags = [], []
         waits = {"learner_wait": self._learner_waits.seconds()} | (system.waits() if system else {})
         fractions = self._wait_fractions(**waits)
-        latest |= fractions | self._evaluations.tick(learner)
+        latest |= fractions
+        latest |= self._folder.evaluations.tick(learner) if self._folder.evaluations else {}
         latest |= system.metrics() if system else {}
 
         show = {name: metrics.show(value) for name, value in latest.items()}
@@ -260,7 +282,7 @@ class Run:
         stats["skipped_updates"] += 1
         stats["skipped_in_a_row"] += 1
         values = ", ".join(f"{name} {value}" for name, value in update.items())
-        ranks = self._group.not_finite
+        ranks = self._group.exchange.not_finite
         is_ours = batch is not None and (not ranks or self._group.rank in ranks)
         source = f"Its batch comes from {batch.sources}" if is_ours else f"See learners {ranks}"
         logging.error(
@@ -275,36 +297,12 @@ class Run:
             raise FloatingPointError(
                 f"{MAX_SKIPPED} updates in a row were not finite: see the logs of learners {ranks}"
             )
-        name = f"bad_batch.rank{self._group.rank}.tar" if self._group.rank else "bad_batch.tar"
-        path, content = self.path / name, io.BytesIO()
-        agent_state = map_nest(lambda x: x.cpu(), batch.agent_state)
-        saved = {"batch": batch.cpu_rows, "agent_state": agent_state}
-        torch.save(saved | {"sources": batch.sources, "metrics": update}, content)
-        where = f"is in {path}"
-        try:
-            replace_file(path, content.getbuffer())
-        except OSError as error:  # which must not hide what ends the run
-            where = f"could not be written into {path} ({error.strerror or error})"
+        where = bad_batch.save(self.path, self._group.name, batch, update)
         raise FloatingPointError(
             f"{MAX_SKIPPED} updates in a row were not finite, the last one with {values}. The "
             f"batch {where}, of {batch.sources}; the checkpoint is from before. Look at the "
             "rewards and frames in it, and try a lower --learning_rate"
         )
-
-    def _profile(self):
-        """Count an update for the profiler, which sees the thread that starts it."""
-        if self._profiler is None:
-
-            def write(profiler):
-                profiler.export_chrome_trace(str(self.path / "trace.json"))
-                logging.info("Wrote %s", self.path / "trace.json")
-
-            schedule = torch.profiler.schedule(wait=20, warmup=5, active=20, repeat=1)
-            self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
-            self._profiler.start()
-            self._profiled_thread = threading.get_ident()
-        if threading.get_ident() == self._profiled_thread:
-            self._profiler.step()
 
     def _silences(self):
         return self._system.silences() if self._system else []

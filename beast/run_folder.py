@@ -30,7 +30,9 @@ import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from beast import checkpoint
 from beast.atomic_files import CSVFile, EventFile, LogHandler, replace_file
+from beast.background_evaluation import BackgroundEvaluation
 from beast.checkpoint import BEST, NEWEST, run_path
 from beast.errors import FlagError
 from beast.processes import LOG_FORMAT
@@ -40,6 +42,9 @@ class RunFolder:
     """The folder of a training run, locked against a second process, and its status line.
 
     On a wide terminal a progress bar shows every tick, elsewhere a plain line.
+
+    Attributes:
+      checkpoints, evaluations: a checkpoint.Writer and a BackgroundEvaluation, once it is started.
     """
 
     def __init__(self, flags):
@@ -66,7 +71,7 @@ class RunFolder:
             raise FlagError(f"cannot use --savedir {flags.savedir}: {error}") from error
         _link_latest(self.path)
         logging.getLogger().addHandler(self._out)
-        self._csv = self._events = self._wandb = None
+        self._csv = self._events = self._wandb = self.checkpoints = self.evaluations = None
         self._bar = tqdm(
             total=flags.total_steps,
             # A narrower one would cut off the lag and the time left.
@@ -78,8 +83,9 @@ class RunFolder:
         self._redirect = contextlib.nullcontext() if self._bar.disable else logging_redirect_tqdm()
         self._redirect.__enter__()
 
-    def start_logs(self, step):
-        """Open logs.csv and the event file; what they hold beyond `step` is dropped."""
+    def start(self, learner):
+        """Open logs.csv and the event file; what they hold beyond the learner's step is dropped."""
+        step = learner.step
         try:
             self._csv = CSVFile(self.path / "logs.csv", step)
             self._events = EventFile(self.path, step)
@@ -87,6 +93,8 @@ class RunFolder:
             raise FlagError(f"cannot use --savedir {self._flags.savedir}: {error}") from error
         if self._flags.wandb:
             self._start_wandb(step)
+        self.checkpoints = checkpoint.Writer(self._flags, learner)
+        self.evaluations = BackgroundEvaluation(self._flags, step)
 
     def log(self, step, metrics, line):
         """Write metrics by name into the files, and a line to the screen; None: no value yet."""
@@ -149,24 +157,24 @@ class RunFolder:
         replace_file(self.path / "meta.json", text.encode())
 
 
-class RankLog:
-    """The log of a learner that is not the first one of its policy, in the folder of the run.
+class LearnerLog:
+    """The log of a learner while another one of its policy has the run's folder.
 
-    It is `out.rank1.log`, say. On the screen there are warnings and errors alone.
+    It stands there, too: `out.rank1.log`, say. No checkpoint is written, nothing is evaluated.
     """
 
-    def __init__(self, flags):
+    checkpoints = evaluations = None
+
+    def __init__(self, flags, name):
         self.path, self._flags = run_path(flags), flags
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._out = LogHandler(self.path / f"out.rank{flags.rank}.log", LOG_FORMAT)
+            self._out = LogHandler(self.path / f"out.{name}.log", LOG_FORMAT)
         except OSError as error:
             raise FlagError(f"cannot use --savedir {flags.savedir}: {error}") from error
-        for handler in logging.getLogger().handlers:
-            handler.setLevel(logging.WARNING)
         logging.getLogger().addHandler(self._out)
 
-    def start_logs(self, step):
+    def start(self, learner):
         pass
 
     def log(self, step, metrics, line):

@@ -2,6 +2,7 @@
 """A learner of a group that has no batch must not hold the others up: it joins their updates."""
 
 import contextlib
+import math
 import threading
 import time
 
@@ -17,8 +18,12 @@ class Starvation:
     def __init__(self):
         self._lock = threading.Lock()  # guards what follows
         self._in_hand = 0  # batches that threads have
-        self._last_batch = time.monotonic()
+        self._last_batch = math.inf
         self._starves = False
+
+    def begin(self):
+        """Count the time without a batch from here on, not only from the first batch."""
+        self._last_batch = time.monotonic()
 
     @contextlib.contextmanager
     def batch_in_hand(self):
@@ -47,7 +52,7 @@ def join_updates(flags, learner, run, learn):
       learn: as in the programs; without a batch it gives no gradient, but takes the step.
     """
     group = learner.group
-    if group.size == 1:
+    if group.starvation is None:  # the learner is the only one
         run.stop.wait()
         return
     torch.set_num_threads(learner.num_threads)
@@ -62,11 +67,11 @@ def join_updates(flags, learner, run, learn):
                 continue
             run.watchdog.beat("joins the update of other learners")
             metrics = learn(flags, learner.model, None, (), learner.optimizer, group)
-            if group.num_batches:
+            if group.exchange.num_batches:
                 learner.publish()
                 run.record(metrics)
                 pause = 0.001  # in which others get the lock
             else:
                 pause = PAUSE
-            if group.has_to_stop:
+            if group.exchange.has_to_stop:
                 run.stop.set()

@@ -3,6 +3,7 @@
 
 import atexit
 import datetime
+import logging
 import os
 import select
 import signal
@@ -54,6 +55,9 @@ def join_group(flags):
     )
     atexit.register(dist.destroy_process_group)
     threading.Thread(target=_end_with_torchrun, args=(os.getppid(),), daemon=True).start()
+    if rank > 0:  # it has a log of its own
+        for handler in logging.getLogger().handlers:
+            handler.setLevel(logging.WARNING)
     del os.environ["RANK"]  # processes that are started from here are no learners
     group = LearnerGroup(rank, size, device)
     group.check_same("device", device)
@@ -63,17 +67,17 @@ def join_group(flags):
     return group
 
 
-def check_flags(flags):
+def check_flags(flags, how="under torchrun"):
     """Refuse what several learners do not go with."""
     if flags.mode != "train":
-        raise FlagError(f"--mode {flags.mode} is for one process: start it without torchrun")
+        raise FlagError(f"--mode {flags.mode} is for one process: it does not work {how}")
     for name, reason in {
         "deterministic": "makes runs the same that one learner makes",
         "pipes_basename": "names one place, at which all learners would start servers",
         "write_profiler_trace": "holds the other learners up for too long",
     }.items():
         if getattr(flags, name, None):
-            raise FlagError(f"--{name} {reason}: leave it out under torchrun")
+            raise FlagError(f"--{name} {reason}: leave it out {how}")
 
 
 def _check_variables(variables):

@@ -128,6 +128,17 @@ def test_flags_on_the_command_line_are_kept_and_else_it_begins_with_the_defaults
     assert trials == []
 
 
+def test_it_measures_one_learner_alone(trials, capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        autotune.main([str(CATCH), "--elastic=host:1"])
+    assert "leave --elastic out" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(SystemExit):
+        autotune.main([str(CATCH)])
+    assert "start it without torchrun" in capsys.readouterr().err
+    assert trials == []
+
+
 def test_so_many_environments_that_policies_would_lag_are_not_tried(trials, capsys):
     autotune.main([str(CATCH), "--num_actors", "4"])
     assert max(trial["envs_per_actor"] for trial in trials[1:]) == 32  # with 4, 16 batches of 8

@@ -301,10 +301,13 @@ def group(tmp_path):
     torch.distributed.destroy_process_group()
 
 
+def share(group, model):
+    group.share_state(SimpleNamespace(model=model, state=model.state_dict))
+
+
 def test_a_net_whose_forward_pass_changes_a_buffer_is_refused_by_name(group):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    learner = SimpleNamespace(model=model, optimizer=model, scheduler=model, stats={})
-    group.share_state(learner)
+    share(group, model)
     group.sum(model, {"steps": 1.0})
     model(torch.randn(3, 2))
     with pytest.raises(FlagError, match="changes the net's buffer '1.running_mean'"):
@@ -313,13 +316,13 @@ def test_a_net_whose_forward_pass_changes_a_buffer_is_refused_by_name(group):
 
 def test_returns_are_kept_until_an_update_takes_them(group):
     model = torch.nn.Linear(2, 2)
-    group.share_state(SimpleNamespace(model=model, optimizer=model, scheduler=model, stats={}))
+    share(group, model)
     group.sum(model, {"steps": 1.0})
     assert group.share_returns([1.0, 3.0], [5.0]) == ([], [])
     for _ in range(3):  # exchanges in which nobody has a batch
-        assert group.sum(model, {})["steps"] == 0 and group.num_batches == 0
+        assert group.sum(model, {})["steps"] == 0 and group.exchange.num_batches == 0
     group.sum(model, {"steps": 1.0})
-    assert group.num_batches == 1
+    assert group.exchange.num_batches == 1
     assert group.share_returns([], []) == ([2.0, 2.0], [5.0])
     with pytest.raises(FlagError, match="does not sum over them"):
         group.share_returns([], [])
@@ -327,7 +330,7 @@ def test_returns_are_kept_until_an_update_takes_them(group):
 
 def test_metrics_may_come_in_another_order_but_not_under_other_names(group):
     model = torch.nn.Linear(2, 2)
-    group.share_state(SimpleNamespace(model=model, optimizer=model, scheduler=model, stats={}))
+    share(group, model)
     group.sum(model, {"steps": 1.0, "loss": 2.0})
     assert group.sum(model, {"loss": 3.0, "steps": 4.0}) == {"steps": 4.0, "loss": 3.0}
     with pytest.raises(ValueError, match="have to be the same in each update"):

@@ -162,7 +162,7 @@ def test_updates_in_a_row_that_are_not_finite_end_the_run_and_leave_their_batch(
     with pytest.raises(FloatingPointError, match=f"{MAX_SKIPPED} updates in a row.*bad_batch.tar"):
         with start(tmp_path) as run:
             record(run)
-            run._checkpoints.save(run._learner)
+            run._folder.checkpoints.save(run._learner)
             for _ in range(MAX_SKIPPED):
                 record(run, UPDATE | {"total_loss": float("inf")})
     bad = load(tmp_path / "run" / "bad_batch.tar")
@@ -176,7 +176,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error_that_says_what_is_
     with pytest.raises(FlagError, match=reason):
         with start(small_disk) as run:
             record(run)
-            run._checkpoints.save(run._learner)
+            run._folder.checkpoints.save(run._learner)
             filler = fill(small_disk)
             record(run)
     filler.unlink()

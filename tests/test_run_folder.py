@@ -23,7 +23,9 @@ def open_folder():
 
     def open_folder(flags, step=0):
         folders.append(RunFolder(flags))
-        folders[-1].start_logs(step)
+        learner = create_learner(flags)
+        learner.stats["step"] = step
+        folders[-1].start(learner)
         return folders[-1]
 
     yield open_folder

@@ -94,7 +94,7 @@ def learn(program, name, num_ranks, group=ALONE):
         columns = map_nest(lambda x, part=part: x[:, part], batch)
         columns = columns if columns["reward"].numel() else None
         metrics = program.learn(flags, net, columns, (), optimizer, group)
-        results.append(metrics | {"not_finite": list(group.not_finite)})
+        results.append(metrics | {"not_finite": list(group.exchange.not_finite)})
         learner.count(int(metrics["steps"]), [], [])
     rate = learner.scheduler.get_last_lr()
     gradients = {n: p.grad for n, p in net.named_parameters()}

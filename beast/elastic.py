@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learners that come and go: --elastic, with torchft (https://github.com/meta-pytorch/torchft).
+
+Each is started by itself. Before every update torchft's lighthouse, a small server, agrees with
+them on who takes part: the quorum. One whose step is behind, as it is new or has missed an update,
+first gets weights, optimizer and counts from one that has made it, and gives no gradient of its old
+weights. Then all sum what they have (exchange.py), and each commits the update, unless it saw an
+error: then it tries again with its batch in the next quorum, or, if another one has committed
+meanwhile, gets that one's weights, which its batch may be in. So no batch counts twice.
+
+The oldest learner of the quorum writes logs and checkpoints. Sums go over the CPU, on GPUs, too;
+what stands here was not run with GPUs.
+"""
+
+import datetime
+import importlib.util
+import logging
+import os
+import re
+import socket
+import time
+
+import torch.distributed as dist
+
+from beast import learner_group
+from beast.checkpoint import NOT_RESUMED
+from beast.errors import EnvError, FlagError
+from beast.exchange import Exchange, describe_net, refuse_difference
+from beast.run_folder import run_git
+from beast.starvation import Starvation
+from beast.torchrun import check_flags
+
+TIMEOUT = 20  # seconds after which the others go on without one that is lost or hangs
+SUM_TIMEOUT = 5  # of which for a sum, or to find the others: there may be several in a row
+# Seconds that the lighthouse waits for a learner that lives, but has not asked for a quorum. With
+# fewer, newcomers could begin without one that has the newest weights and waits for a lost one.
+JOIN_TIMEOUT = TIMEOUT
+LIGHTHOUSE_OPTIONS = f"--min_replicas 1 --join_timeout_ms {1000 * JOIN_TIMEOUT}"
+QUORUM_TIMEOUT = JOIN_TIMEOUT + 5  # seconds for an answer of the lighthouse
+MAX_FAILURES = 20  # exchanges in a row
+# Flags in which learners of one policy may differ, as they are about a machine.
+OWN_FLAGS = (
+    *("savedir", "seed", "rank", "num_actors", "num_servers", "server_addresses", "batch_size"),
+    *("envs_per_actor", "envs_per_stream", "num_learner_threads", "num_inference_threads"),
+    *("max_learner_queue_size", "stall_timeout_s"),
+)
+
+
+def join_group(flags):
+    """Return a group that this learner joins with its first batch.
+
+    Args:
+      flags: as the command line gives them.
+
+    Raises:
+      FlagError: torchft is missing, the lighthouse does not answer, or the flags do not go with it.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise FlagError(
+            f"--elastic is {flags.elastic}, but torchrun has started this learner "
+            f"(TORCHELASTIC_RUN_ID is {os.environ['TORCHELASTIC_RUN_ID']}): use one of the two"
+        )
+    check_flags(flags, "with --elastic")
+    if flags.xpid is None:
+        raise FlagError("--elastic needs --xpid NAME, the same for all learners of the run")
+    if flags.seed is not None:
+        raise FlagError(
+            f"--seed is {flags.seed}, but learners of an --elastic run draw their seeds, so that "
+            "no two play the same games: leave it out"
+        )
+    match = re.fullmatch(r"(\[.+\]|[^:\[\]]+):(\d{1,5})", flags.elastic)
+    if not match:
+        raise FlagError(f"--elastic is {flags.elastic!r}, but should be HOST:PORT of a lighthouse")
+    if importlib.util.find_spec("torchft") is None:
+        raise FlagError("--elastic needs a package that is not installed: pip install torchft")
+    try:
+        socket.create_connection((match[1].strip("[]"), int(match[2])), SUM_TIMEOUT).close()
+    except (OSError, OverflowError) as error:
+        raise FlagError(
+            f"no lighthouse answers at --elastic {flags.elastic} ({error}): start one there with "
+            f"torchft_lighthouse {LIGHTHOUSE_OPTIONS} --bind [::]:{match[2]}"
+        ) from None
+    group = ElasticGroup(flags.elastic)
+    group.check_same("commit", run_git("rev-parse", "HEAD"))
+    learner_group.set_current(group)
+    return group
+
+
+def check_completed_flags(flags, group):
+    """Take part only with the flags of the others; draw a seed of this learner's own.
+
+    Args:
+      flags: with what the checkpoint has added.
+    """
+    check_flags(flags, "with --elastic")
+    flags.rank, flags.seed = 0, int.from_bytes(os.urandom(4), "little")
+    not_compared = (*NOT_RESUMED, *OWN_FLAGS)
+    group.check_same("flags", {k: v for k, v in vars(flags).items() if k not in not_compared})
+
+
+class ElasticGroup:
+    """A group of learners that come and go, as one of them sees it: the methods of LearnerGroup.
+
+    Attributes:
+      rank: in the quorum; 0 for the oldest learner; None until this one has joined.
+      size: of the quorum.
+    """
+
+    by_torchrun = False
+
+    def __init__(self, lighthouse):
+        self._lighthouse = lighthouse
+        self.name = f"{socket.gethostname()}-{os.getpid()}"
+        self.rank, self.size = None, 1
+        self.exchange, self.starvation = Exchange(), Starvation()
+        self._facts = {}  # what all must have in common, by what it is
+        self._manager = None
+
+    def from_rank_0(self, function):
+        return function()
+
+    def check_same(self, what, value):
+        """Remember what is compared when this learner joins, or another one."""
+        self._facts[what] = value
+
+    def share_state(self, learner):
+        self.check_same("net", describe_net(learner.model))
+        self.check_same("device", learner.device.type)
+        self._learner = learner
+        self.exchange.remember_buffers(learner.model)
+
+    def barrier(self):
+        """Do not wait: others go on meanwhile."""
+
+    def sum(self, model, metrics):
+        """Sum gradients, in place, and metrics over the learners of the next quorum.
+
+        Raises:
+          EnvError: the lighthouse has gone, or no exchange succeeds.
+          FlagError: this learner differs from the others; or see Exchange.
+        """
+        if self._manager is None:
+            self.exchange.layout = self.exchange.layout_of(metrics)
+            self._join()
+        device = self._learner.device
+        for _ in range(MAX_FAILURES):
+            if self._start_quorum():
+                metrics = {}  # of weights that are no more
+                self.exchange.forget_returns()
+                self.exchange.remember_buffers(model)
+                for parameter in model.parameters():
+                    parameter.grad = None
+            tensor = self.exchange.pack(model, metrics, self.rank, self.size).cpu()
+            self._manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM).wait()
+            if self._manager.should_commit():
+                return self.exchange.unpack(model, tensor.to(device), self.size)
+        raise EnvError(
+            f"{MAX_FAILURES} exchanges with other learners in a row have failed: can the machines "
+            "reach each other by their host names, on all ports?"
+        )
+
+    def _join(self):
+        """Take part from now on: not before, as the others would wait for this learner."""
+        os.environ.setdefault("RUST_LOG", "error")
+        from torchft import Manager, ProcessGroupGloo  # here, since few have it
+
+        for name in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # of what goes on here anyway
+        timeout, host = datetime.timedelta(seconds=TIMEOUT), socket.gethostname()
+        sum_timeout = datetime.timedelta(seconds=SUM_TIMEOUT)
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._manager = Manager(
+            ProcessGroupGloo(timeout=sum_timeout),
+            self._heal,
+            self._state,
+            min_replica_size=1,
+            use_async_quorum=False,
+            timeout=timeout,
+            quorum_timeout=datetime.timedelta(seconds=QUORUM_TIMEOUT),
+            rank=0,
+            world_size=1,
+            store_addr=host,
+            store_port=self._store.port,
+            lighthouse_addr=f"http://{self._lighthouse}",
+            # Ranks follow from the names, so the oldest learner is the first.
+            replica_id=f"{time.time():017.6f}-{self.name}",
+        )
+
+    def _start_quorum(self):
+        """Find out who takes part; return whether this learner got another one's state."""
+        self._is_healed = False
+        try:
+            self._manager.start_quorum()
+        except FlagError:
+            raise
+        except Exception as error:  # of several kinds, from a library in another language
+            raise EnvError(
+                f"the lighthouse at {self._lighthouse} has not answered, so this learner ends "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+        before, self.size = self.size, self._manager.num_participants()
+        self.rank = self._manager.participating_rank()
+        if self.size != before:
+            logging.info("%d learners take part now", self.size)
+        return self._is_healed
+
+    def _state(self):
+        return {"facts": self._facts, "state": self._learner.state()}
+
+    def _heal(self, received):
+        for what, value in received["facts"].items():
+            refuse_difference(
+                what, ("of this learner", self._facts.get(what)), ("of the others", value)
+            )
+        self._learner.load_state(received["state"])
+        self._is_healed = True
+        logging.info("Took weights and counts from another learner")
+
+    def share_returns(self, *returns):
+        """Return returns that ended at any learner: see Exchange."""
+        return self.exchange.share_returns(*returns)
+
+    def ask_to_stop(self, stop):
+        """Stop this learner alone."""
+        stop.set()
+
+    def batch_in_hand(self):
+        return self.starvation.batch_in_hand()
+
+    def leave(self):
+        """Leave the group: the others go on."""
+        if self._manager is not None:
+            self._manager.shutdown()
+            self._manager = None

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What learners exchange in an update: one tensor of each, of which only the sum is needed.
+
+It holds the gradients, whether each parameter has one, and a table with a row for each learner,
+into which it alone writes, and the others zeros: so the sum of these tables is the table of all.
+"""
+
+import torch
+
+from beast.errors import FlagError
+
+# What a row of the table holds before the metrics: whether the learner has a batch, whether its
+# gradient is not finite, whether it asks to stop; number and sum of returns, of episodes and games.
+OTHERS = 7
+
+
+class Exchange:
+    """Packs what a learner gives into a tensor, and unpacks the sum of all tensors.
+
+    Attributes:
+      layout: how many numbers each metric has, by name; None until it is known.
+      num_batches: learners that had a batch in the last sum.
+      not_finite: those, by their rows, that gave something that is not finite.
+      has_to_stop: whether one of them asked to stop.
+    """
+
+    def __init__(self):
+        self.layout = None
+        self.num_batches, self.not_finite, self.has_to_stop = 0, [], False
+        self._returns = [], []  # of episodes and games that the others do not know yet
+        self._shared_returns = [], []  # that sums have brought
+        self._has_unpacked = False  # since returns were shared
+
+    def remember_buffers(self, model):
+        """From here on, a forward pass must leave the net's buffers as they are."""
+        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def _check_buffers(self, model):
+        for name, buffer in model.named_buffers():
+            if not torch.equal(buffer, self._buffers[name]):
+                raise FlagError(
+                    f"a forward pass changes the net's buffer {name!r}, of which each learner "
+                    "would have another one: use a layer without such statistics (GroupNorm or "
+                    "LayerNorm for BatchNorm)"
+                )
+
+    @staticmethod
+    def layout_of(metrics):
+        return {name: torch.as_tensor(value).numel() for name, value in metrics.items()}
+
+    def pack(self, model, metrics, row, num_rows, asks_to_stop=False):
+        """Return a tensor, float32, or float64 where a parameter is.
+
+        Args:
+          model: its gradients are packed.
+          metrics: tensors and numbers by name; empty where the learner has no batch.
+          row, num_rows: of this learner, and of all, in the table.
+
+        Raises:
+          FlagError: a forward pass has changed a buffer of the net.
+          ValueError: metrics have other names or sizes than before.
+        """
+        self._check_buffers(model)
+        parameters = list(model.parameters())
+        is_double = any(p.dtype == torch.float64 for p in parameters)
+        dtype, device = torch.float64 if is_double else torch.float32, parameters[0].device
+        gradients = torch.cat(
+            [
+                (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(dtype)
+                for p in parameters
+            ]
+        )
+        numbers = [bool(metrics), False, asks_to_stop]
+        for returns in self._returns:
+            numbers += [len(returns), sum(returns)]
+        row_size = OTHERS + sum(self.layout.values())
+        own = torch.tensor(numbers + [0] * (row_size - OTHERS), dtype=dtype, device=device)
+        own[1] = ~gradients.isfinite().all()
+        if metrics:
+            values = {n: torch.as_tensor(v, device=device).flatten() for n, v in metrics.items()}
+            if {name: value.numel() for name, value in values.items()} != self.layout:
+                raise ValueError(
+                    f"metrics have to be the same in each update, {list(self.layout)}, but are "
+                    f"{list(metrics)}"
+                )
+            own[OTHERS:] = torch.cat([values[name].to(dtype) for name in self.layout])
+        there = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=device)
+        table = torch.zeros(num_rows, row_size, dtype=dtype, device=device)
+        table[row] = own
+        return torch.cat([gradients, there, table.flatten()])
+
+    def unpack(self, model, total, num_rows):
+        """Write the sum's gradients into the model; return its metrics, and remember all else.
+
+        `moments` is not summed, but [rows, moments]. What was packed here counts as given.
+        """
+        parameters = list(model.parameters())
+        sizes = [p.numel() for p in parameters]
+        gradients, rest = total.split([sum(sizes), len(total) - sum(sizes)])
+        there, table = rest.double().cpu().split([len(sizes), len(rest) - len(sizes)])
+        parts = zip(parameters, gradients.split(sizes), there.tolist(), strict=True)
+        for parameter, part, is_there in parts:
+            if not is_there:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = part.view(parameter.shape).to(parameter.dtype, copy=True)
+            else:
+                parameter.grad.copy_(part.view(parameter.shape))
+        for returns in self._returns:
+            returns.clear()
+        return self._read_table(table.view(num_rows, -1))
+
+    def _read_table(self, table):
+        self._has_unpacked = True
+        self.num_batches = int(table[:, 0].sum())
+        self.not_finite = [i for i, row in enumerate(table) if row[1] or not row.isfinite().all()]
+        self.has_to_stop = bool(table[:, 2].any())
+        for returns, begin in zip(self._shared_returns, (3, 5), strict=True):
+            for count, total in table[:, begin : begin + 2].tolist():
+                returns += [total / count] * int(count) if count else []
+        parts = table[:, OTHERS:].split(list(self.layout.values()), dim=1)
+        return {
+            name: part if name == "moments" else part.sum()
+            for name, part in zip(self.layout, parts, strict=True)
+        }
+
+    def forget_returns(self):
+        """Forget the returns that were to be given, and those that sums have brought."""
+        for returns in (*self._returns, *self._shared_returns):
+            returns.clear()
+
+    def share_returns(self, *returns):
+        """Return returns of episodes and games that ended at any learner: lists.
+
+        These go to the others with the next exchange; those of the exchanges since the last call
+        are returned, each as the mean of what its learner had.
+
+        Raises:
+          FlagError: there was no sum since the last call.
+        """
+        if not self._has_unpacked:
+            raise FlagError(
+                "there are several learners, but this program's `learn` does not sum over them, as "
+                "docs/learners.md shows: start it as the only one"
+            )
+        self._has_unpacked = False
+        for pending, new in zip(self._returns, returns, strict=True):
+            pending += new
+        shared, self._shared_returns = self._shared_returns, ([], [])
+        return shared
+
+
+def describe_net(model):
+    """Return what the nets of all learners must have in common, as a dict of texts."""
+    tensors = model.state_dict()
+    return {n: f"{t.dtype} {list(t.shape)}" for n, t in tensors.items()} | {"order": list(tensors)}
+
+
+def refuse_difference(what, *learners):
+    """Raise a FlagError where two learners do not have the same.
+
+    Args:
+      what: it is.
+      learners: for each of the two, who it is and what it has, a text or a dict.
+    """
+    (first, a), (second, b) = learners
+    if a == b:
+        return
+    if isinstance(a, dict):
+        names = [name for name in a | b if a.get(name) != b.get(name)]
+        a, b = ({name: x.get(name) for name in names} for x in (a, b))
+    raise FlagError(f"the {what} {first} is {a}, that {second} {b}")

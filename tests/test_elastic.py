@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learners that come and go: a short campaign, and what they refuse."""
+
+import importlib.util
+import re
+import socket
+
+import pytest
+from program import HELPERS, ROOT, Program, last_step, run
+from small_run import create_parser
+
+from beast.errors import FlagError
+from beast.flags import parse_flags
+
+pytest.importorskip("torchft")
+
+CATCH = "--env Catch --disable_cuda --num_actors 1 --envs_per_actor 4 --batch_size 4"
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "options",
+    ["--kills 3 --learners 3 --program polybeast", "--kills 1 --learners 2 --target lighthouse"],
+)
+def test_learners_stay_one_policy_whoever_is_killed(options):
+    # It sees for itself that everything is as it should be.
+    status, output = run(ROOT / "campaigns" / "elastic.py", "--seed 1", options)
+    assert status == 0 and "| failures | 0 |" in output, output
+
+
+@pytest.fixture
+def lighthouse():
+    """The address of a lighthouse."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=5000)
+    yield f"localhost:{server.address().rpartition(':')[2]}"
+    server.shutdown()
+
+
+@pytest.mark.whole
+def test_a_learner_with_other_flags_is_refused_and_the_others_go_on(tmp_path, lighthouse):
+    arguments = f"{CATCH} --elastic {lighthouse} --xpid run --disable_checkpoint"
+    arguments = (HELPERS / "catch.py", arguments, "--savedir", tmp_path)
+    with Program(*arguments, "--learning_rate 0.001") as first:
+        first.wait_until(lambda: last_step(tmp_path / "run") > 1000)
+        status, output = run(*arguments, "--learning_rate 0.002")
+        assert status == 1, output
+        assert "flags of this learner is {'learning_rate': 0.002}, that of the others" in output
+        assert "{'learning_rate': 0.001}" in output
+        step = last_step(tmp_path / "run")
+        first.wait_until(lambda: last_step(tmp_path / "run") > step + 1000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "--elastic needs --xpid NAME"),
+        ("--xpid run --seed 3", "--seed is 3, but learners of an --elastic run draw their seeds"),
+        ("--xpid run --mode test", "--mode test is for one process: it does not work with"),
+        ("--xpid run --write_profiler_trace", "leave it out with --elastic"),
+        ("--xpid run --elastic nowhere", "is 'nowhere', but should be HOST:PORT"),
+        ("--xpid run", "no lighthouse answers at --elastic localhost:1 "),
+    ],
+)
+def test_what_does_not_go_with_elastic_is_refused_by_name(tmp_path, arguments, message):
+    check_refused(tmp_path, arguments, message)
+
+
+def check_refused(folder, arguments, message):
+    arguments = f"--elastic localhost:1 {arguments} --savedir {folder}".split()
+    with pytest.raises(FlagError, match=re.escape(message)):
+        parse_flags(create_parser(), arguments)
+    assert list(folder.iterdir()) == []
+
+
+def test_torchrun_and_elastic_at_once_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x7")
+    check_refused(tmp_path, "--xpid run", "localhost:1, but torchrun has started this learner")
+
+
+def test_without_the_package_one_line_says_what_to_install(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torchft" else find(name)
+    )
+    with socket.create_server(("localhost", 0)) as server:
+        arguments = f"--xpid run --elastic localhost:{server.getsockname()[1]}"
+        check_refused(tmp_path, arguments, "not installed: pip install torchft")
