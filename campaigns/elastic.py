@@ -97,6 +97,18 @@ def read_lines(path):
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
+def read_last_exchange(path):
+    """Return the number in a learner's last line; 0 where there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - 4096))
+            lines = file.read().splitlines(keepends=True)
+    except FileNotFoundError:
+        return 0
+    whole = [line for line in lines if line.endswith(b"\n")]
+    return json.loads(whole[-1])["exchange"] if whole else 0
+
+
 class Campaign:
     """Learners that are killed and replaced; `problems` are texts."""
 
@@ -147,12 +159,8 @@ class Campaign:
         arguments += "--total_steps 100_000_000 --checkpoint_interval_s 5"
         self.learners[number] = Program(__file__, arguments)
 
-    def lines(self, number):
-        return read_lines(self.folder / f"{number}.jsonl")
-
-    def joined(self):
-        """Return the numbers of learners that run and have taken part, the oldest first."""
-        return [n for n in sorted(self.learners) if self.lines(n)]
+    def last_exchange(self, number):
+        return read_last_exchange(self.folder / f"{number}.jsonl")
 
     def wait_for(self, condition, what):
         from program import wait_until
@@ -169,21 +177,20 @@ class Campaign:
             raise
 
     def wait_for_all(self):
-        wanted = self.flags.learners
-        self.wait_for(lambda: len(self.joined()) == wanted, f"{wanted} learners that take part")
-        ends = {n: len(self.lines(n)) for n in self.learners}
-        self.wait_for(
-            lambda: all(len(self.lines(n)) > end + 5 for n, end in ends.items()), "updates of all"
-        )
+        """Wait until all learners take part."""
+
+        def have_gone_on(begin):
+            return all(self.last_exchange(n) > begin.get(n, 0) for n in self.learners)
+
+        self.wait_for(lambda: have_gone_on({}), "an update of all learners")
+        begin = {n: self.last_exchange(n) + 5 for n in self.learners}
+        self.wait_for(lambda: have_gone_on(begin), "five more of each")
 
     def have_newest_weights(self):
         """Return those that run and have made the newest update, or only the one before."""
-        exchanges = {n: lines[-1]["exchange"] for n in self.learners if (lines := self.lines(n))}
-        return [n for n, exchange in sorted(exchanges.items()) if exchange >= self.newest() - 1]
-
-    def newest(self):
-        lines = [self.lines(n)[-1:] for n in self.lives[self.life]]
-        return max((line["exchange"] for last in lines for line in last), default=0)
+        # Read first, as the others go on.
+        newest = max(self.last_exchange(n) for n in self.lives[self.life])
+        return [n for n in sorted(self.learners) if self.last_exchange(n) >= max(1, newest - 1)]
 
     def kill_learner(self):
         """Kill one that runs; one must stay that has the newest weights, or the run begins anew."""
@@ -276,7 +283,7 @@ class Campaign:
         variants = collections.defaultdict(lambda: collections.defaultdict(list))
         last = {}  # exchange of each learner
         for number in self.lives[self.life]:
-            for line in self.lines(number):
+            for line in read_lines(self.folder / f"{number}.jsonl"):
                 key = line["state"], json.dumps(line["batches"]), line["steps"]
                 variants[line["exchange"]][key].append((number, line["time"]))
                 last[number] = max(last.get(number, 0), line["exchange"])

@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import time
 import uuid
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 import rank
 import small_run
 import torch
-from program import HELPERS, ROOT, Program, last_step, load
+from program import HELPERS, ROOT, Program, last_step, load, read_rows
 
 import monobeast
 import polybeast
@@ -32,9 +33,9 @@ SMALL = {
 class Torchrun(Program):
     """Some learners, of which each writes rankN.tar into a folder in the end."""
 
-    def __init__(self, num_ranks, *arguments, options=""):
+    def __init__(self, num_ranks, *arguments, options="", where="--standalone"):
         self.mark = f"TORCHRUN_TEST={uuid.uuid4()}"
-        launcher = ("torch.distributed.run --standalone", f"--nproc-per-node {num_ranks}", options)
+        launcher = ("torch.distributed.run", where, f"--nproc-per-node {num_ranks}", options)
         name, value = self.mark.split("=")
         script = HELPERS / "rank.py"
         super().__init__("-m", *launcher, script, *arguments, cwd=ROOT, **{name: value})
@@ -115,10 +116,10 @@ def test_ranks_are_one_learner_with_their_batches(tmp_path, num_ranks, program, 
     assert max(changed) > 1e-3
 
 
-def train(num_ranks, folder, program, *arguments, options=""):
+def train(num_ranks, folder, program, *arguments, **options):
     return Torchrun(
         num_ranks, "train", folder, program, "--env Catch --xpid run --disable_cuda --batch_size 4",
-        SMALL[program], "--savedir", folder, *arguments, options=options,
+        SMALL[program], "--savedir", folder, *arguments, **options,
     )  # fmt: skip
 
 
@@ -196,6 +197,7 @@ def test_a_rank_without_batches_holds_nobody_up_and_takes_part_again_later(tmp_p
         ("monobeast", "SIGKILL", "--max-restarts 1"),
         ("polybeast", "SIGKILL", "--max-restarts 0"),
         ("polybeast", "SIGSTOP", "--max-restarts 1 --shutdown-timeout 5"),
+        ("monobeast", "SIGSTOP", "--max-restarts 0 --shutdown-timeout 5"),
     ],
 )
 def test_a_lost_rank_ends_the_run_in_time_or_has_it_started_again(tmp_path, program, how, options):
@@ -255,14 +257,18 @@ def test_flags_and_variables_that_contradict_each_other_are_refused_at_once(
     [
         ("--learning_rate=0.5", "rank 1 is {'learning_rate': 0.5}, that of rank 0"),
         ("--total_steps=5", "rank 1 is {'total_steps': 5}, that of rank 0"),
+        ("commit", "the commit of rank 1 is 0123abc, that of rank 0"),
+        ("environment", "the environment of rank 1 is Box("),
+        ("net", "the net of rank 1 is {'more.weight': 'torch.float32 [2, 2]', 'more.bias'"),
     ],
 )
-def test_a_rank_with_other_flags_is_refused_with_both_values(tmp_path, other, message):
+def test_a_rank_that_differs_is_refused_with_both_values(tmp_path, other, message):
     with train(2, tmp_path, "monobeast", f"OTHER:{other}") as process:
         status, output = process.end()
         process.wait_for_members()
     assert status != 0 and message in output
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "model.tar").exists()
+    assert other == "net" or not (tmp_path / "run").exists()
 
 
 def test_fewer_servers_than_learners_are_refused():
@@ -275,21 +281,65 @@ def test_fewer_servers_than_learners_are_refused():
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("case", ["exception", "torchrun killed"])
-def test_an_error_in_one_rank_or_the_death_of_torchrun_ends_all(tmp_path, case):
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("fail", "rank 1 was asked to fail"),
+        ("cut", "another learner has ended"),
+        ("torchrun killed", "Caught SIGTERM: ending"),
+    ],
+)
+def test_an_error_in_one_rank_a_cut_connection_or_the_death_of_torchrun_ends_all(
+    tmp_path, case, message
+):
     folder = tmp_path / "run"
     with train(2, tmp_path, "monobeast", "--total_steps 10_000_000") as process:
         process.wait_until(lambda: last_step(folder) > 2000)
-        if case == "exception":
-            (tmp_path / "fail").touch()  # upon which rank 1 raises in `learn`
-            assert process.end(40)[0] != 0
-        else:
+        if case == "torchrun killed":
             process.process.kill()
+        else:
+            (tmp_path / case).touch()  # upon which rank 1 does it in `learn`
+            assert process.end(40)[0] != 0
         process.wait_for_members()
-        text = process.output if case == "exception" else (folder / "out.log").read_text()
-    expected = "rank 1 was asked to fail" if case == "exception" else "Caught SIGTERM: ending"
-    assert expected in text
+        text = process.output + (folder / "out.log").read_text()
+    assert message in text
     assert (folder / "model.tar").exists()  # of what was learned until then
+
+
+@pytest.mark.whole
+def test_the_rank_of_updates_that_are_not_finite_is_named_and_writes_its_batch(tmp_path):
+    folder = tmp_path / "run"
+    with train(2, tmp_path, "monobeast", "--total_steps 10_000_000") as process:
+        process.wait_until(lambda: last_step(folder) > 2000)
+        (tmp_path / "spoil").touch()
+        assert process.end(40)[0] != 0
+        process.wait_for_members()
+    assert "not finite (1 in all" in (folder / "out.log").read_text()
+    assert "See learners [1]" in (folder / "out.log").read_text()
+    assert "Its batch comes from {'actors': [0]}" in (folder / "out.rank1.log").read_text()
+    assert load(folder / "bad_batch.rank1.tar")["batch"]["reward"].isnan().any()
+    assert not (folder / "bad_batch.tar").exists()
+
+
+@pytest.mark.whole
+def test_two_agents_on_one_machine_train_and_evaluate_as_one_run(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    nodes = [
+        f"--nnodes 2 --node-rank {i} --master-addr localhost --master-port {port}" for i in (0, 1)
+    ]
+    arguments = "--total_steps 40_000 --eval_interval 5000 --num_episodes 2"
+    with (
+        train(1, tmp_path, "monobeast", arguments, where=nodes[0]) as first,
+        train(1, tmp_path, "monobeast", arguments, where=nodes[1]) as second,
+    ):
+        finish(first)
+        finish(second)
+    assert results(tmp_path)[0]["stats"]["step"] >= 40_000
+    returns = [row["eval_return_mean"] for row in read_rows(tmp_path / "run")]
+    assert any(returns), (tmp_path / "run" / "out.log").read_text()
+    assert "Evaluation" not in (tmp_path / "run" / "out.rank1.log").read_text()
 
 
 @pytest.fixture

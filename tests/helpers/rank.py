@@ -6,12 +6,19 @@
 
 `updates` learns from given batches, of which each rank has its part; `train` is the program,
 playing Catch. At the end each rank writes what it has into FOLDER/rank0.tar and so on.
+
+Files in FOLDER have rank 1 do something: `fail` raises an error, `cut` cuts all its connections,
+`spoil` makes its rewards NaN. Arguments after OTHER: are of rank 1 alone; OTHER:commit, OTHER:net
+and OTHER:environment give it another one.
 """
 
+import contextlib
 import hashlib
 import os
 import pathlib
+import socket
 import sys
+from argparse import Namespace
 
 import torch
 from torch import nn
@@ -101,7 +108,39 @@ def learn(program, name, num_ranks, group=ALONE):
     return {"results": results, "weights": net.state_dict(), "rate": rate, "gradients": gradients}
 
 
+def differ(program, what):
+    """Give this rank another commit, net or environment than the others have."""
+    if what == "commit":
+        torchrun.run_git = lambda *_: "0123abc"
+    elif what == "net":
+
+        class Net(program.Net):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                self.more = nn.Linear(2, 2)
+
+        program.Net = Net
+    else:
+        create_env = program.create_env
+        program.create_env = lambda flags: create_env(Namespace(**vars(flags) | {"env": "Counter"}))
+
+
+def disturb(folder, batch):
+    """Do what files in the folder say."""
+    if (folder / "fail").exists():
+        raise ValueError("rank 1 was asked to fail")
+    if (folder / "cut").exists():
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.shutdown(socket.SHUT_RDWR)
+    if (folder / "spoil").exists() and batch is not None:
+        batch["reward"][1:] = torch.nan
+
+
 def main():
+    if sys.argv[1] == "--mode":  # an evaluation
+        return monobeast.main()
     kind, folder, program_name, *arguments = sys.argv[1:]
     program = PROGRAMS[program_name]
     if kind == "updates":
@@ -117,17 +156,19 @@ def main():
                 nonlocal found
                 found = self.group
 
-        def failing_learn(*args, learn=program.learn):
-            if found.rank == 1 and pathlib.Path(folder, "fail").exists():
-                raise ValueError("rank 1 was asked to fail")
-            return learn(*args)
+        def disturbed_learn(flags, model, batch, *others, learn=program.learn):
+            if found.rank == 1:
+                disturb(pathlib.Path(folder), batch)
+            return learn(flags, model, batch, *others)
 
-        program.Learner, program.learn = Watched, failing_learn
-        # OTHER: stands before what the last rank alone is given.
-        of_last = [a.removeprefix("OTHER:") for a in arguments if a.startswith("OTHER:")]
+        program.Learner, program.learn = Watched, disturbed_learn
+        of_rank_1 = [a.removeprefix("OTHER:") for a in arguments if a.startswith("OTHER:")]
         sys.argv[1:] = [a for a in arguments if not a.startswith("OTHER:")]
-        if os.environ["RANK"] == "1":
-            sys.argv += of_last
+        for argument in of_rank_1 if os.environ["RANK"] == "1" else []:
+            if argument in ("commit", "net", "environment"):
+                differ(program, argument)
+            else:
+                sys.argv.append(argument)
         status = program.main()
         weights = b"".join(w.numpy().tobytes() for w in made[0].model.state_dict().values())
         content = {"weights": hashlib.sha256(weights).hexdigest(), "stats": made[0].stats}
