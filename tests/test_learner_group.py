@@ -316,7 +316,7 @@ def test_the_rank_of_updates_that_are_not_finite_is_named_and_writes_its_batch(t
         process.wait_for_members()
     assert "not finite (1 in all" in (folder / "out.log").read_text()
     assert "See learners [1]" in (folder / "out.log").read_text()
-    assert "Its batch comes from {'actors': [0]}" in (folder / "out.rank1.log").read_text()
+    assert "Its batch comes from {'actors': [0, 0, 0, 0]}" in (folder / "out.rank1.log").read_text()
     assert load(folder / "bad_batch.rank1.tar")["batch"]["reward"].isnan().any()
     assert not (folder / "bad_batch.tar").exists()
 
