@@ -47,6 +47,7 @@ def from_logits(
     clip_rho_threshold=1.0,
     clip_pg_rho_threshold=1.0,
     mask=None,
+    lambda_=1.0,
 ):
     """Compute V-trace for softmax policies; no gradient flows through the result.
 
@@ -59,9 +60,9 @@ def from_logits(
     behavior = action_log_probs(behavior_policy_logits, actions)
     target = action_log_probs(target_policy_logits, actions)
     log_rhos = target - behavior
-    clips = (clip_rho_threshold, clip_pg_rho_threshold)
+    settings = (clip_rho_threshold, clip_pg_rho_threshold, mask, lambda_)
     returns = from_importance_weights(
-        log_rhos, discounts, rewards, values, bootstrap_value, *clips, mask=mask
+        log_rhos, discounts, rewards, values, bootstrap_value, *settings
     )
     return VTraceFromLogitsReturns(*returns, log_rhos, behavior, target)
 
@@ -76,6 +77,7 @@ def from_importance_weights(
     clip_rho_threshold=1.0,
     clip_pg_rho_threshold=1.0,
     mask=None,
+    lambda_=1.0,
 ):
     """Compute V-trace from log importance weights; no gradient flows through the result.
 
@@ -93,6 +95,9 @@ def from_importance_weights(
         next one. Temporal difference and trace are 0 there: vs equals values, and the transition
         into row t bootstraps from that value, the one of the true last observation. The advantage
         there is 0. Nothing that stands behind a masked place, NaN included, is felt before it.
+      lambda_: factor of the traces (remark 2 there), from 0, for targets of one step, to 1.
+        On-policy, with log_rhos of 0, vs is the lambda-return, and vs - values the advantage of
+        GAE(lambda) (Schulman et al. 2016).
     """
     inputs = {"log_rhos": log_rhos, "discounts": discounts, "rewards": rewards, "mask": mask}
     for name, tensor in inputs.items():  # or broadcasting would hide a missing dimension
@@ -105,7 +110,7 @@ def from_importance_weights(
         mask = torch.ones_like(values, dtype=torch.bool)
 
     rhos = log_rhos.exp()
-    cs = _clip(rhos, 1.0)  # products of these would explode if they could pass 1
+    cs = lambda_ * _clip(rhos, 1.0)  # products of these would explode if they could pass 1
     next_values = torch.cat([values[1:], bootstrap_value.unsqueeze(0)])
     deltas = _clip(rhos, clip_rho_threshold) * (rewards + discounts * next_values - values)
 

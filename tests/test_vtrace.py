@@ -30,7 +30,7 @@ def compute(case, **kwargs):
     return vtrace.from_importance_weights(**tensors, **kwargs)
 
 
-def naive_vtrace(case, clip_rho_threshold=1.0, clip_pg_rho_threshold=1.0):
+def naive_vtrace(case, clip_rho_threshold=1.0, clip_pg_rho_threshold=1.0, lambda_=1.0):
     """The paper's explicit sum of products, term by term; no recursion."""
     log_rhos, discounts, rewards, values, bootstrap_value = (case[key] for key in KEYS)
     mask = case.get("mask", np.ones(values.shape, dtype=bool)).astype(float)
@@ -45,7 +45,7 @@ def naive_vtrace(case, clip_rho_threshold=1.0, clip_pg_rho_threshold=1.0):
         for t in range(s, unroll_length):
             weight = np.ones_like(bootstrap_value)
             for i in range(s, t):
-                weight = weight * discounts[i] * np.minimum(1.0, rhos[i]) * mask[i]
+                weight = weight * discounts[i] * lambda_ * np.minimum(1.0, rhos[i]) * mask[i]
             delta = np.minimum(rho_bar, rhos[t]) * (rewards[t] + discounts[t] * v[t + 1] - v[t])
             vs[s] = vs[s] + weight * mask[t] * delta
 
@@ -62,16 +62,45 @@ SHAPES = [(7, 4), (1, 1), (1, 5), (2, 3), (20, 4), (6,), (5, 3, 2), (4, 2, 3, 2)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("clip_pg_rho_threshold", [None, 0.9, 2.2])
 @pytest.mark.parametrize("clip_rho_threshold", [None, 0.6, 1.0, 3.7])
+@pytest.mark.parametrize("lambda_", [0.0, 0.8, 1.0])
 def test_matches_the_definition_for_every_clip_threshold_and_shape(
-    clip_rho_threshold, clip_pg_rho_threshold, masked
+    lambda_, clip_rho_threshold, clip_pg_rho_threshold, masked
 ):
     clips = {"clip_rho_threshold": clip_rho_threshold}
-    clips["clip_pg_rho_threshold"] = clip_pg_rho_threshold
+    clips |= {"clip_pg_rho_threshold": clip_pg_rho_threshold, "lambda_": lambda_}
     for seed, shape in enumerate(SHAPES):
         case = random_case(seed, shape, masked)
         for got, wanted in zip(compute(case, **clips), naive_vtrace(case, **clips), strict=True):
             assert got.dtype == torch.float64
             np.testing.assert_allclose(got.numpy(), wanted, rtol=0, atol=1e-8, err_msg=str(shape))
+
+
+def naive_gae(case, lambda_):
+    """Return advantages and lambda-returns episode by episode, from the back of each."""
+    _, discounts, rewards, values, bootstrap_value = (case[key] for key in KEYS)
+    mask = case.get("mask", np.ones(values.shape, dtype=bool))
+    T, advantages = len(values), np.zeros_like(values)
+    for place in np.ndindex(values.shape[1:]):
+        v = [*values[(slice(None), *place)], bootstrap_value[place]]
+        advantage = 0.0
+        for t in reversed(range(T)):
+            at = (t, *place)
+            # Behind a time limit there is no transition, but a value to bootstrap from.
+            delta = rewards[at] + discounts[at] * v[t + 1] - v[t]
+            advantage = delta + discounts[at] * lambda_ * advantage if mask[at] else 0.0
+            advantages[at] = advantage
+    return advantages, advantages + values
+
+
+@pytest.mark.parametrize("lambda_", [0.0, 0.5, 0.95, 1.0])
+def test_on_policy_targets_are_lambda_returns_and_give_generalized_advantages(lambda_):
+    for seed, shape in enumerate(SHAPES):
+        case = random_case(seed, shape, masked=True)
+        case["log_rhos"] = np.zeros(shape)
+        vs = compute(case, lambda_=lambda_).vs.numpy()
+        advantages, returns = naive_gae(case, lambda_)
+        np.testing.assert_allclose(vs - case["values"], advantages, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(vs, returns, rtol=0, atol=1e-12)
 
 
 def test_from_logits_equals_log_softmax_in_numpy():
@@ -86,7 +115,7 @@ def test_from_logits_equals_log_softmax_in_numpy():
 
     case = random_case(7, (6, 3, 2), masked=True)
     case["log_rhos"] = log_prob(target) - log_prob(behavior)
-    clips = {"clip_rho_threshold": 2.0, "clip_pg_rho_threshold": None}
+    clips = {"clip_rho_threshold": 2.0, "clip_pg_rho_threshold": None, "lambda_": 0.7}
     returns = vtrace.from_logits(
         torch.from_numpy(behavior),
         torch.from_numpy(target),

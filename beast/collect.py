@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts of environments that the learner's own thread answers: no actors, no lag."""
+
+import torch
+
+from beast.environments import map_nest
+from beast.learner import Batch
+from beast.precision import autocast, to_float32
+
+
+def collect(flags, learner, groups, sample):
+    """Yield one Batch of rollouts after the other, each over the one before, until woken.
+
+    As MonoBeast's: rows [T + 1, N, ...], of which row 0 is the last row of the rollout before it,
+    and in row t + 1 the answer to row t. `agent_state` is a pair: of the recurrent states before
+    the first row, and before the last one.
+
+    Args:
+      flags: unroll_length T, num_envs N, env, and those of autocast.
+      groups: of environments, as ParallelEnvironments with an equal share of the N each; one is
+        stepped while the next is answered.
+      sample: rows and answers [T, B, ...], of any T and B.
+    """
+    shape, device = (flags.unroll_length + 1, flags.num_envs), learner.device
+    rows = map_nest(lambda x: torch.zeros(*shape, *x.shape[2:], dtype=x.dtype), sample)
+    n = flags.num_envs // len(groups)
+    parts = [map_nest(lambda x, i=i: x[:, i * n : (i + 1) * n], rows) for i in range(len(groups))]
+    state = map_nest(lambda x: x.to(device), learner.model.initial_state(n))
+    agent_states = [state] * len(groups)
+    for group, part in zip(groups, parts, strict=True):
+        if not _write_row(part, -1, group.initial()):
+            return
+    while True:
+        first = map_nest(lambda *x: torch.cat(x, dim=1), *agent_states)
+        if not _play(flags, learner.model, device, groups, parts, agent_states):
+            return
+        last = map_nest(lambda *x: torch.cat(x, dim=1), *agent_states)
+        device_rows = map_nest(lambda x: x.to(device), rows)
+        versions = [learner.weights.version] * flags.num_envs
+        yield Batch(device_rows, (first, last), rows, versions, {"environments": flags.env})
+
+
+@torch.no_grad()
+def _play(flags, model, device, groups, parts, agent_states):
+    """Fill rollouts; return whether they were played to their end.
+
+    Args:
+      parts: the rows of each group, [T + 1, n, ...].
+      agent_states: a list of the recurrent state of each group, which is updated.
+    """
+    for part in parts:
+        map_nest(lambda x: x[0].copy_(x[-1]), part)
+    for t in range(flags.unroll_length):
+        for i, (group, part) in enumerate(zip(groups, parts, strict=True)):
+            if t > 0 and not _write_row(part, t, group.receive()):
+                return False
+            keys = part.keys() & {"frame", "reward", "done", "last_action"}
+            inputs = {k: map_nest(lambda x, t=t: x[t : t + 1].to(device), part[k]) for k in keys}
+            with autocast(flags, device):
+                outputs, agent_states[i] = to_float32(model(inputs, agent_states[i]))
+            _write_row(part, t + 1, {name: x[0] for name, x in outputs.items()})
+            group.send(part["action"][t + 1].numpy())
+    return all([_write_row(p, -1, g.receive()) for g, p in zip(groups, parts, strict=True)])
+
+
+def _write_row(rows, t, row):
+    """Write row t, a dict of nests of [n, ...]; return whether there is one."""
+    for key, value in (row or {}).items():
+        map_nest(lambda x, a: x[t].copy_(torch.as_tensor(a)), rows[key], value)
+    return row is not None

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming moments of observations and returns, as parts of a net: in its checkpoints."""
+
+import torch
+from torch import nn
+
+
+class Normalizer(nn.Module):
+    """Shifts and scales inputs to mean 0 and standard deviation 1, of all that it was updated with.
+
+    The moments are merged as in Chan, Golub and LeVeque 1979, in double precision, so that large
+    means cancel nothing.
+
+    Args:
+      size: of the last dimension of inputs.
+      limit: results are clipped to [-limit, limit].
+    """
+
+    def __init__(self, size, limit=5.0):
+        super().__init__()
+        self._limit = limit
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("square_sum", torch.zeros(size, dtype=torch.float64))
+
+    @torch.no_grad()
+    def update(self, x):
+        """Count more inputs, [number, size]."""
+        number, x = len(x), x.double()
+        if number == 0:
+            return
+        mean = x.mean(0)
+        difference, count = mean - self.mean, self.count + number
+        self.square_sum += (x - mean).square().sum(0)
+        self.square_sum += difference.square() * self.count * number / count
+        self.mean += difference * number / count
+        self.count.copy_(count)
+
+    def std(self):
+        """Return the standard deviations, [size]: a sample's, 1 before there are two inputs."""
+        variance = self.square_sum / (self.count - 1).clamp(min=1)
+        return torch.where(self.count > 1, (variance + 1e-4).sqrt() + 1e-8, 1.0)
+
+    def forward(self, x):
+        """Return [..., size], normalized."""
+        x = (x - self.mean.to(x.dtype)) / self.std().to(x.dtype)
+        return x.clamp(-self._limit, self._limit)
+
+
+class RewardScaler(nn.Module):
+    """Divides rewards by the standard deviation of discounted returns up to each step."""
+
+    def __init__(self, limit=10.0):
+        super().__init__()
+        self._limit = limit
+        self.returns = Normalizer(1)
+        self._return = torch.zeros(())  # of each environment so far, from one call to the next
+
+    @torch.no_grad()
+    def forward(self, rewards, done, mask, discounting):
+        """Count a rollout and return its rewards, scaled and clipped.
+
+        Args:
+          rewards, done, mask: [T, N], of the row entered; transitions where the mask is false do
+            not count.
+        """
+        returns, current = [], self._return.to(rewards)
+        if current.shape != rewards.shape[1:]:
+            current = torch.zeros_like(rewards[0])
+        for reward, ends in zip(rewards, done, strict=True):
+            returns.append(reward + discounting * current)
+            current = torch.where(ends, 0, returns[-1])
+        self._return = current
+        self.returns.update(torch.stack(returns)[mask].unsqueeze(1))
+        return (rewards / self.returns.std().to(rewards.dtype)).clamp(-self._limit, self._limit)

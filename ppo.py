@@ -1,0 +1,561 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PPO on one machine: environments in processes, one batched answer a step, epochs of minibatches.
+
+    python ppo.py --env PongNoFrameskip-v4                  train (again with --xpid: resume)
+    python ppo.py --env HalfCheetah-v5                      the same, with continuous actions
+    python ppo.py --env CartPole-v1 --num_epochs 1 --num_minibatches 1       A2C
+    python ppo.py --mode test --xpid NAME                   play whole games with the checkpoint
+
+    process 0: environments --+              T times: Net answers row t of all
+    process 1: environments --+-- rows -->   environments, and so row t + 1 comes
+    ...                       |                     | rollouts [T + 1, N]
+    process k: environments --+                     v
+       ^                                     targets once; then epochs of minibatches:
+       +---------- actions --------------    loss, Adam; then the next rollouts
+
+To change the model, edit Net; the loss, compute_loss; the environment, create_env; the optimizer,
+create_optimizer; what is logged, the metrics that compute_loss and learn return.
+
+Sources: Schulman et al. 2017 (PPO: clipping, and the adaptive penalty), Hafner et al. 2017
+(BatchPPO: batched environments, normalization, the penalty's cutoff), Schulman et al. 2016 (GAE).
+
+Shapes: T unroll length, N environments, A actions (or their number of parts). A rollout has T + 1
+rows; row 0 is the last row of the rollout before it. libtorchbeast/rows.py says what a row holds.
+"""
+
+import contextlib
+import functools
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import atari_wrappers
+import vtrace
+from beast import evaluate
+from beast.collect import collect
+from beast.environments import Environments, map_nest, try_out
+from beast.errors import FlagError
+from beast.flags import add_run_flags, parse_flags, run_program
+from beast.learner import Learner, get_device
+from beast.machine import count_cores
+from beast.metrics import is_finite, means, to_floats
+from beast.nets import create_net
+from beast.normalizer import Normalizer, RewardScaler
+from beast.parallel_environments import ParallelEnvironments
+from beast.parser import Parser, fraction, non_negative, positive
+from beast.precision import autocast, choose_precision, to_float32
+from beast.randomness import make_deterministic, seed_generators
+from beast.run import Run
+from beast.threads import Threads
+from beast.weights import LocalWeights
+from libtorchbeast.rows import draw_seeds
+
+# What flags are by default: where actions are Discrete, much as in rlpyt (Stooke and Abbeel 2019);
+# where they are continuous, as in the PPO paper's Table 3, with several environments.
+DEFAULTS = {
+    "total_steps": (5_000_000, 1_000_000),
+    "num_envs": (32, 8),
+    "unroll_length": (64, 256),
+    "num_epochs": (4, 10),
+    "num_minibatches": (4, 32),
+    "learning_rate": (1e-3, 3e-4),
+    "gae_lambda": (0.98, 0.95),
+    "policy_clipping": (0.1, 0.2),
+    "entropy_cost": (0.01, 0.0),
+    "reward_scaling": ("clip", "std"),
+    "grad_norm_clipping": (1.0, 0.5),
+}
+
+
+def default_of(name):
+    return "By default {}; {} where actions are continuous.".format(*DEFAULTS[name])
+
+
+# fmt: off
+parser = Parser("ppo.py", "PPO on one machine.")
+add_run_flags(parser)
+parser.set_defaults(greedy=True, continuous=None)  # what is tested is the policy without its noise
+
+training = parser.add_argument_group("training")
+training.add_argument("--total_steps", type=positive(int),
+                      help=f"Agent steps to learn from. {default_of('total_steps')}")
+training.add_argument("--num_envs", type=positive(int),
+                      help=f"Environments. {default_of('num_envs')}")
+training.add_argument("--num_groups", default=1, type=positive(int), help="Groups of environments, "
+                      "of which each is stepped while others are answered.")
+training.add_argument("--num_env_processes", type=non_negative(int), help="Processes that step a "
+                      "group; 0: this one. By default as many as there are cores.")
+training.add_argument("--unroll_length", type=positive(int),
+                      help=f"Steps in a rollout. {default_of('unroll_length')}")
+training.add_argument("--num_epochs", type=positive(int),
+                      help=f"Times that each rollout is learned from. {default_of('num_epochs')}")
+training.add_argument("--num_minibatches", type=positive(int),
+                      help=f"Optimizer steps in an epoch. {default_of('num_minibatches')}")
+training.add_argument("--deterministic", action="store_true",
+                      help="Use deterministic algorithms alone, and log by updates, so that runs "
+                      "with one --seed on one machine are the same.")
+training.add_argument("--use_gru", action="store_true", help="Use a GRU before the last layers.")
+
+loss = parser.add_argument_group("loss")
+loss.add_argument("--penalty", default="clip", choices=["clip", "kl"], help="What keeps the policy "
+                  "near the one that acted: clipping, or an adaptive penalty on their KL.")
+loss.add_argument("--policy_clipping", type=positive(float), help="An action gives no policy "
+                  "gradient once it is this much more (or less) probable than when it was played, "
+                  f"as a ratio. {default_of('policy_clipping')}")
+loss.add_argument("--kl_target", default=0.01, type=positive(float),
+                  help="Of --penalty kl, in nats a step.")
+loss.add_argument("--entropy_cost", type=non_negative(float),
+                  help=f"Weight of the entropy in nats. {default_of('entropy_cost')}")
+loss.add_argument("--baseline_cost", default=0.5, type=non_negative(float),
+                  help="Weight of the baseline's squared error.")
+loss.add_argument("--discounting", default=0.99, type=fraction, help="Discount factor of a step.")
+loss.add_argument("--gae_lambda", type=fraction, help="Of advantages and the baseline's targets: "
+                  f"1 for returns, 0 for one step. {default_of('gae_lambda')}")
+loss.add_argument("--reward_scaling", choices=["clip", "std", "none"], help="Clip rewards to "
+                  "[-1, 1]; or divide them by the standard deviation of discounted returns so far, "
+                  f"and clip that to [-10, 10]. {default_of('reward_scaling')}")
+loss.add_argument("--advantage_scaling", default="batch", choices=["batch", "none"],
+                  help="Have the advantages of a rollout mean 0 and standard deviation 1.")
+
+adam = parser.add_argument_group("optimizer (Adam)")
+adam.add_argument("--learning_rate", type=positive(float), help="Learning rate at the start; falls "
+                  f"linearly to 0 at total_steps. {default_of('learning_rate')}")
+adam.add_argument("--epsilon", default=1e-5, type=positive(float), help="Adam's epsilon.")
+adam.add_argument("--grad_norm_clipping", type=positive(float), help="Largest norm of the gradient "
+                  f"of the loss, a mean over the minibatch. {default_of('grad_norm_clipping')}")
+
+atari_wrappers.add_flags(parser)
+# fmt: on
+
+
+def create_env(flags):
+    """Return one environment with a Discrete or a Box action space."""
+    if flags.env.startswith("MinAtar/"):
+        from minatar.gym import register_envs
+
+        register_envs()
+    if "ale_py" in str(gym.spec(flags.env).entry_point):
+        return atari_wrappers.create_atari(flags, flags.render_mode)
+    env = gym.make(flags.env, render_mode=flags.render_mode)
+    if isinstance(env.action_space, gym.spaces.Box):
+        env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
+        env = gym.wrappers.ClipAction(env)  # a Gaussian has no bounds
+    return env
+
+
+class Net(nn.Module):
+    """Policy and baseline: convolutions for images, two perceptrons for anything else.
+
+    Args:
+      observation_space: a Box, or a nest of Boxes; one of three dimensions and of bytes or bools is
+        an image.
+      num_actions: of a Discrete action space; with `continuous` the parts of a Box.
+    """
+
+    def __init__(self, observation_space, num_actions, continuous=False, use_gru=False):
+        super().__init__()
+        self.num_actions, self.continuous = num_actions, continuous
+        shape = observation_space.shape
+        self.is_image = len(shape or ()) == 3 and observation_space.dtype.kind in "bu"
+        self.knows_bf16 = self.is_image  # its last layers stay in float32
+        if self.is_image:
+            self.trunk, size = image_trunk(shape)
+            self.baseline_trunk = None  # the same
+        else:
+            num_inputs = gym.spaces.flatdim(observation_space)
+            self.normalizer = Normalizer(num_inputs)
+            self.trunk, size = vector_trunk(num_inputs), 64
+            self.baseline_trunk = None if use_gru else vector_trunk(num_inputs)
+        self.reward_scaler = RewardScaler()  # for --reward_scaling std
+        self.gru = nn.GRU(size, 256) if use_gru else None
+        size = 256 if use_gru else size
+        self.policy, self.baseline = nn.Linear(size, num_actions), nn.Linear(size, 1)
+        nn.init.orthogonal_(self.policy.weight, 0.01)
+        nn.init.orthogonal_(self.baseline.weight, 1.0)
+        for layer in (self.policy, self.baseline):
+            nn.init.zeros_(layer.bias)
+        if continuous:
+            self.log_std = nn.Parameter(torch.zeros(num_actions))
+        self.register_buffer("kl_penalty", torch.ones(()))  # of --penalty kl; adapted by learn
+        self.to(memory_format=torch.channels_last)
+
+    def initial_state(self, batch_size):
+        """Return the recurrent state at the start of an episode: tensors [layers, N, hidden]."""
+        return () if self.gru is None else (torch.zeros(1, batch_size, self.gru.hidden_size),)
+
+    def forward(self, inputs, agent_state):
+        """Answer each row.
+
+        Args:
+          inputs: rows as a dict of [T, N, ...] tensors; frame and done count.
+          agent_state: recurrent state before the first row.
+
+        Returns:
+          A dict of policy_logits [T, N, A] (of continuous actions [T, N, 2 * A]: means, and
+          logarithms of standard deviations), baseline [T, N] and action (sampled in training mode,
+          else the most probable), and the recurrent state after the last row.
+        """
+        T, N = inputs["done"].shape
+        frame = map_nest(lambda x: x.flatten(0, 1), inputs["frame"])
+        x = scale_image(frame) if self.is_image else self.normalizer(flatten(frame))
+        features = self.trunk(x)
+        baseline_features = features if self.baseline_trunk is None else self.baseline_trunk(x)
+        # Probabilities and values are computed in full precision.
+        with torch.autocast(x.device.type, enabled=False):
+            features, baseline_features = features.float(), baseline_features.float()
+            if self.gru is not None:
+                features, agent_state = self.remember(features.view(T, N, -1), inputs, agent_state)
+                baseline_features = features
+            policy_logits, baseline = self.policy(features), self.baseline(baseline_features)
+            action = policy_logits
+            if self.continuous:
+                policy_logits = torch.cat([action, self.log_std.expand_as(action)], dim=1)
+                if self.training:
+                    action = action + self.log_std.exp() * torch.randn_like(action)
+            else:
+                if self.training:
+                    # By Gumbel's trick: multinomial would fail on a NaN, which learn is to report.
+                    action = action - torch.empty_like(action).exponential_().log()
+                action = action.argmax(dim=1)
+        outputs = {"policy_logits": policy_logits, "baseline": baseline[:, 0], "action": action}
+        return {name: x.view(T, N, *x.shape[1:]) for name, x in outputs.items()}, agent_state
+
+    def remember(self, x, inputs, agent_state):
+        """Return features [T * N, hidden] of the GRU, and its new state."""
+        outputs = []
+        for x_t, done in zip(x, inputs["done"], strict=True):
+            # A new episode begins in this row, so it starts from the initial state.
+            state = agent_state[0] * (~done).float().view(1, -1, 1)
+            output, state = self.gru(x_t.unsqueeze(0), state)
+            agent_state = (state,)
+            outputs.append(output)
+        return torch.cat(outputs).flatten(0, 1), agent_state
+
+
+def image_trunk(shape):
+    """Return convolutions for [C, H, W], or MinAtar's [H, W, C], and their number of features."""
+    if min(shape[1:]) >= 36:
+        layers = [(shape[0], 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
+        num_features, sample = 512, torch.zeros(1, *shape)
+    else:
+        layers, num_features = [(shape[-1], 16, 3, 1)], 128
+        sample = torch.zeros(1, shape[-1], *shape[:-1])
+    trunk = nn.Sequential()
+    for size, num_filters, width, stride in layers:
+        conv = CenteredConv2d if len(layers) > 1 and not len(trunk) else nn.Conv2d
+        trunk.extend([conv(size, num_filters, width, stride), nn.ReLU(inplace=True)])
+    trunk.append(nn.Flatten())
+    trunk.extend([nn.Linear(trunk(sample).shape[1], num_features), nn.ReLU(inplace=True)])
+    return initialize(trunk, 2**0.5), num_features
+
+
+def vector_trunk(num_inputs):
+    layers = nn.Linear(num_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()
+    return initialize(nn.Sequential(*layers), 2**0.5)
+
+
+class CenteredConv2d(nn.Conv2d):
+    """A convolution of what differs between the pixels of a patch, not of their mean brightness.
+
+    Most of a frame is background. Filters that respond to it spend the first updates on its
+    brightness, and find a ball of two pixels only hundreds of thousands of steps later.
+    """
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
+def initialize(layers, gain):
+    for layer in layers:
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+    return layers
+
+
+def scale_image(x):
+    """Return images [N, C, H, W], of bytes from 0 to 1, in the number format of the net."""
+    scale = 255 if x.dtype == torch.uint8 else 1
+    if min(x.shape[2:]) < 36:  # MinAtar's, [N, H, W, C]
+        x = x.movedim(-1, 1)
+    enabled = torch.is_autocast_enabled(x.device.type)
+    x = x.to(torch.get_autocast_dtype(x.device.type) if enabled else torch.float32)
+    return x.contiguous(memory_format=torch.channels_last) / scale
+
+
+def flatten(frame):
+    """Return a nest of [N, ...] as floats [N, inputs]."""
+    parts = []
+    map_nest(lambda x: parts.append(x.flatten(1).float()), frame)
+    return torch.cat(parts, dim=1)
+
+
+def net_arguments(flags):
+    """Return what Net's constructor gets besides the spaces, by name."""
+    return {"continuous": flags.continuous, "use_gru": flags.use_gru}
+
+
+def distribution(policy_logits, continuous):
+    """Return the policy as a torch.distributions.Distribution, of [T, N] actions."""
+    if not continuous:
+        return torch.distributions.Categorical(logits=policy_logits, validate_args=False)
+    mean, log_std = policy_logits.chunk(2, dim=-1)
+    normal = torch.distributions.Normal(mean, log_std.exp(), validate_args=False)
+    return torch.distributions.Independent(normal, 1, validate_args=False)
+
+
+def compute_policy_loss(flags, log_rhos, advantages, kl, kl_penalty, mask):
+    """Return the loss that --penalty says, and how many actions were clipped; a mean over the mask.
+
+    Args:
+      log_rhos: [T, N], log of how much more probable an action is than when it was played.
+      kl: [T, N], from the policy that acted.
+    """
+    rhos, num_steps = log_rhos.exp(), mask.sum().clamp(min=1)
+    objective = rhos * advantages
+    if flags.penalty == "clip":  # equation 7 of the PPO paper
+        clipped = rhos.clamp(1 - flags.policy_clipping, 1 + flags.policy_clipping) * advantages
+        objective = torch.minimum(objective, clipped)
+    policy_loss = -torch.where(mask, objective, 0).sum() / num_steps
+    if flags.penalty == "kl":  # equation 8; the cutoff is BatchPPO's
+        mean_kl = torch.where(mask, kl, 0).sum() / num_steps
+        cutoff = 1000 * (mean_kl - 2 * flags.kl_target).clamp(min=0) ** 2
+        policy_loss = policy_loss + kl_penalty * mean_kl + cutoff
+    return policy_loss
+
+
+def compute_loss(flags, model, batch, initial_agent_state):
+    """Return the loss of a minibatch ([T, N, ...] each), a mean over its transitions.
+
+    Args:
+      batch: of `prepare`, or a part of it.
+    """
+    with autocast(flags, batch["vs"].device):
+        outputs, _ = to_float32(model(batch, initial_agent_state))
+    mask, num_steps = batch["mask"], batch["mask"].sum().clamp(min=1)
+    policy = distribution(outputs["policy_logits"], model.continuous)
+    behavior_policy = distribution(batch["behavior_policy_logits"], model.continuous)
+    log_rhos = policy.log_prob(batch["action"]) - behavior_policy.log_prob(batch["action"])
+    kl = torch.distributions.kl_divergence(behavior_policy, policy)
+
+    policy_loss = compute_policy_loss(
+        flags, log_rhos, batch["advantages"], kl, model.kl_penalty, mask
+    )
+    error = torch.where(mask, batch["vs"] - outputs["baseline"], 0)
+    baseline_loss = flags.baseline_cost * error.square().sum() / num_steps
+    entropy = torch.where(mask, policy.entropy(), 0).sum() / num_steps
+    total_loss = policy_loss + baseline_loss - flags.entropy_cost * entropy
+    is_clipped = (log_rhos.exp() - 1).abs() > flags.policy_clipping
+    return total_loss, {
+        "total_loss": total_loss.detach(),
+        "policy_loss": policy_loss.detach(),
+        "baseline_loss": baseline_loss.detach(),
+        "entropy": entropy.detach(),
+        "behavior_target_kl": torch.where(mask, kl.detach(), 0).sum() / num_steps,
+        "clipped_rhos": (is_clipped & mask).sum() / num_steps,
+    }
+
+
+def create_optimizer(flags, model):
+    """Return the optimizer, and the factor of its learning rate after so many agent steps."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=flags.learning_rate, eps=flags.epsilon)
+    return optimizer, lambda step: 1 - min(step, flags.total_steps) / flags.total_steps
+
+
+@torch.no_grad()
+def prepare(flags, model, rows, last_agent_state):
+    """Return what minibatches are made of, [T, N, ...], from rows [T + 1, N, ...] with answers.
+
+    Index t is the transition from row t to row t + 1. What was recorded about it is in row t + 1.
+    """
+    inputs = map_nest(lambda x: x[-1:], {"frame": rows["frame"], "done": rows["done"]})
+    with autocast(flags, rows["reward"].device):
+        outputs, _ = to_float32(model(inputs, last_agent_state))
+    # Out of the last row of an episode there is no transition, only a reset.
+    mask = ~(rows["truncated"] | rows["terminated"])[:-1]
+    rewards, values = rows["reward"][1:], rows["baseline"][1:]
+    discounts = flags.discounting * (~(rows["done"] | rows["terminated"])[1:]).to(values.dtype)
+    if flags.reward_scaling == "clip":
+        rewards = rewards.clamp(-1, 1)
+    elif flags.reward_scaling == "std":
+        rewards = model.reward_scaler(rewards, rows["done"][1:], mask, flags.discounting)
+    targets = vtrace.from_importance_weights(
+        log_rhos=torch.zeros_like(values),  # since the policy that acted learns
+        discounts=discounts,
+        rewards=rewards,
+        values=values,
+        bootstrap_value=outputs["baseline"][0],
+        mask=mask,
+        lambda_=flags.gae_lambda,
+    )
+    advantages = targets.vs - values
+    if flags.advantage_scaling == "batch":
+        std, mean = torch.std_mean(advantages[mask])
+        advantages = torch.where(mask, (advantages - mean) / (std + 1e-8), 0)
+    return {
+        **map_nest(lambda x: x[:-1], {"frame": rows["frame"], "done": rows["done"]}),
+        "action": rows["action"][1:],
+        "behavior_policy_logits": rows["policy_logits"][1:],
+        "values": values,
+        "vs": targets.vs,
+        "advantages": advantages,
+        "mask": mask,
+    }
+
+
+def split(flags, batch, agent_state):
+    """Yield the minibatches of an epoch and the recurrent states before their first rows.
+
+    With a GRU they are whole columns, else transitions in any order, as [1, minibatch, ...].
+    """
+    device, (_, N) = batch["mask"].device, batch["mask"].shape
+    if flags.use_gru:
+        for columns in torch.randperm(N, device=device).tensor_split(flags.num_minibatches):
+            state = map_nest(lambda x, c=columns: x[:, c], agent_state)
+            yield map_nest(lambda x, c=columns: x[:, c], batch), state
+        return
+    transitions = batch["mask"].flatten().nonzero().squeeze(1)
+    order = transitions[torch.randperm(len(transitions), device=device)]
+    flat = map_nest(lambda x: x.flatten(0, 1), batch)
+    for places in order.tensor_split(flags.num_minibatches):
+        yield map_nest(lambda x, p=places: x[p].unsqueeze(0), flat), ()
+
+
+def learn(flags, model, rows, agent_states, optimizer):
+    """Learn from rollouts in epochs of minibatches; return metrics as floats.
+
+    Where a loss or gradient is not finite, it stops there, and the metrics are not finite either.
+
+    Args:
+      agent_states: recurrent states before the first row, and before the last one.
+    """
+    batch, results = prepare(flags, model, rows, agent_states[1]), []
+    mask, steps = batch["mask"], {"steps": float(batch["mask"].sum())}
+    for _ in range(flags.num_epochs):
+        for minibatch, agent_state in split(flags, batch, agent_states[0]):
+            total_loss, metrics = compute_loss(flags, model, minibatch, agent_state)
+            optimizer.zero_grad()
+            total_loss.backward()
+            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
+            metrics["grad_norm"] = grad_norm
+            metrics["clipped_updates"] = grad_norm > flags.grad_norm_clipping
+            results.append(to_floats(metrics))
+            if not is_finite(results[-1]):
+                return results[-1] | steps
+            optimizer.step()
+    metrics = means(results) | steps
+    # In the last epoch, the policy is nearly what it is after it.
+    metrics["behavior_target_kl"] = means(results[-flags.num_minibatches :])["behavior_target_kl"]
+    if flags.penalty == "kl":
+        metrics["kl_penalty"] = adapt_penalty(flags, model, batch, agent_states[0])
+    if not model.is_image:
+        # Not sooner: only with the same normalizer is the policy that learns the one that acted.
+        model.normalizer.update(flatten(map_nest(lambda x: x[mask], batch["frame"])))
+    errors, targets = (batch["vs"] - batch["values"])[mask], batch["vs"][mask]
+    metrics["explained_variance"] = 1 - (errors.var() / targets.var().clamp(min=1e-8)).item()
+    return metrics
+
+
+@torch.no_grad()
+def adapt_penalty(flags, model, batch, agent_state):
+    """Move the weight of the penalty so that the KL of an update stays near its target."""
+    kl = compute_loss(flags, model, batch, agent_state)[1]["behavior_target_kl"]
+    if kl > 1.3 * flags.kl_target:
+        model.kl_penalty *= 1.5
+    elif kl < 0.7 * flags.kl_target:
+        model.kl_penalty /= 1.5
+    return model.kl_penalty.item()
+
+
+def play_and_learn(flags, learner, groups, sample, run):
+    """Play and learn by turns, until the groups are woken or all steps are made: a thread."""
+    torch.set_num_threads(learner.num_threads)
+    for batch in run.follow(collect(flags, learner, groups, sample)):
+        with learner.lock:
+            if run.stop.is_set():
+                return
+            metrics = learn(flags, learner.model, batch.rows, batch.agent_state, learner.optimizer)
+            learner.publish()
+            run.record(metrics, batch)
+
+
+def check_flags(flags):
+    """Refuse flags that contradict each other; fill in those that are open."""
+    for name, values in DEFAULTS.items():
+        if getattr(flags, name) is None:
+            setattr(flags, name, values[flags.continuous])
+    if flags.env_backend != "gym":
+        raise FlagError(f"--env_backend is {flags.env_backend}, but ppo.py steps gym's alone")
+    if flags.num_envs % flags.num_groups:
+        raise FlagError(
+            f"--num_envs is {flags.num_envs}, which --num_groups {flags.num_groups} does not "
+            "divide: give another number of either"
+        )
+    n = flags.num_envs // flags.num_groups
+    if flags.num_env_processes is None:
+        flags.num_env_processes = min(count_cores(), n)
+        flags.chosen = [*flags.chosen, "num_env_processes"]
+    if flags.num_env_processes > n:
+        raise FlagError(
+            f"--num_env_processes is {flags.num_env_processes}, but a group has {n} environments "
+            f"(--num_envs {flags.num_envs} / --num_groups {flags.num_groups}): give at most {n}"
+        )
+    most = flags.num_envs * (1 if flags.use_gru else flags.unroll_length)
+    if flags.num_minibatches > most:
+        what = "environments, of which --use_gru leaves each whole" if flags.use_gru else "steps"
+        raise FlagError(
+            f"--num_minibatches is {flags.num_minibatches}, but a rollout has {most} {what}: give "
+            f"at most {most}"
+        )
+
+
+def train(flags):
+    """Train until all steps are made or a signal comes; return the exit status."""
+    sample = Environments(lambda: create_env(flags), 1, [flags.seed, 0], "the environment")
+    with contextlib.closing(sample):
+        try_out(sample)
+        flags.frames_per_step = sample.frame_skip
+        spaces = sample.observation_space, sample.action_space
+    if isinstance(spaces[1], gym.spaces.MultiDiscrete):
+        raise FlagError(f"the action space is {spaces[1]}: Net and distribution know none such")
+    flags.continuous = isinstance(spaces[1], gym.spaces.Box)
+    check_flags(flags)
+    if flags.deterministic:
+        make_deterministic()
+    seed_generators([flags.seed])
+    model, (rows, outputs, _) = create_net(Net, *spaces, **net_arguments(flags))
+    choose_precision(flags, model, [get_device(flags)])
+    torch.set_num_threads(count_cores() if model.is_image else 1)  # small nets only wait for more
+    optimizer, decay = create_optimizer(flags, model.to(get_device(flags)))
+    learner = Learner(model, optimizer, decay, LocalWeights(model))
+
+    with contextlib.ExitStack() as stack, Run(flags, learner) as run:
+        # A resumed run must not play the same games again.
+        seeds = draw_seeds([flags.seed, 1, run.first_step], flags.num_envs)
+        groups = [
+            stack.enter_context(contextlib.closing(ParallelEnvironments(
+                functools.partial(create_env, flags), part.tolist(), flags.num_env_processes,
+                f"group {i}", flags.stall_timeout_s,
+            )))
+            for i, part in enumerate(np.array_split(seeds, flags.num_groups))
+        ]  # fmt: skip
+        with Threads(run.stop, on_exit=[group.wake for group in groups]) as threads:
+            threads.start(play_and_learn, flags, learner, groups, rows | outputs, run)
+            run.watch(groups[0])
+    return run.exit_status
+
+
+def main(argv=None):
+    flags = parse_flags(parser, argv)
+    if flags.mode == "train":
+        return train(flags)
+    evaluate.test(flags, create_env, functools.partial(Net, **net_arguments(flags)))
+    return 0
+
+
+if __name__ == "__main__":
+    run_program(main)

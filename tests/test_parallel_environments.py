@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments in several processes: the same rows as in one, and what happens when one is lost."""
+
+import functools
+import os
+import pathlib
+import signal
+import threading
+import time
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from catch_env import Catch, Counter
+from program import shared_memory, wait_until
+
+from beast import parallel_environments
+from beast.environments import Environments, map_nest
+from beast.errors import EnvError
+from beast.parallel_environments import ParallelEnvironments
+from libtorchbeast.rows import draw_seeds
+
+SEEDS = draw_seeds([3, 1], 5)
+
+
+class Mixed(gym.Wrapper):
+    """Catch whose observations are dicts, of a random length, ended or cut; games of two lives."""
+
+    def __init__(self):
+        super().__init__(Catch())
+        board = self.env.observation_space
+        self.observation_space = gym.spaces.Dict(
+            {"board": board, "more": gym.spaces.Tuple([gym.spaces.Box(0, 1, (2,), np.float32)])}
+        )
+        self.lives = 0
+
+    def reset(self, **kwargs):
+        board, info = self.env.reset(**kwargs)
+        self.lives = (self.lives + 1) % 2
+        return self._observe(board), info
+
+    def step(self, action):
+        board, reward, terminated, _, info = self.env.step(action)
+        truncated = bool(self.np_random.random() < 0.1)
+        return self._observe(board), reward, terminated, truncated, info | {"game_over": self.lives}
+
+    def _observe(self, board):
+        return {"board": board, "more": (self.np_random.random(2, np.float32),)}
+
+
+class Gated(Catch):
+    """Catch whose step waits until a file is there."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = pathlib.Path(path)
+
+    def step(self, action):
+        (self.path.parent / f"stepping-{os.getpid()}").touch()
+        while not self.path.exists():
+            time.sleep(0.005)
+        return super().step(action)
+
+
+class Raising(Catch):
+    def step(self, action):
+        raise ValueError("no luck")
+
+
+def open_environments(create_env, num_processes, seeds=SEEDS, **kwargs):
+    return ParallelEnvironments(create_env, seeds, num_processes, "environments", **kwargs)
+
+
+@pytest.fixture
+def environments(request):
+    """ParallelEnvironments, by the arguments of open_environments; closed at the end."""
+    opened = []
+
+    def open_one(*args, **kwargs):
+        opened.append(open_environments(*args, **kwargs))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+    wait_until(
+        lambda: not any(pathlib.Path(f"/proc/{p}").exists() for o in opened for p in o.pids())
+    )
+
+
+def copy(row):
+    return map_nest(np.array, row)
+
+
+def play(environments, num_steps, seed=0):
+    """Return copies of the rows of random actions."""
+    random = np.random.default_rng(seed)
+    rows = [copy(environments.initial())]
+    for _ in range(num_steps):
+        rows.append(copy(environments.step(random.integers(3, size=environments.num_envs))))
+    return rows
+
+
+def assert_equal(rows, others):
+    for row, other in zip(rows, others, strict=True):
+        map_nest(np.testing.assert_array_equal, row, other)
+
+
+def reference(create_env, num_steps):
+    environments = Environments(create_env, len(SEEDS), 0)
+    environments.seeds = SEEDS
+    return environments, play(environments, num_steps)
+
+
+@pytest.mark.parametrize("num_processes", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("create_env", [Mixed, functools.partial(Counter, truncates=True)])
+def test_rows_are_those_of_one_process(environments, create_env, num_processes):
+    one, rows = reference(create_env, 100)
+    several = environments(create_env, num_processes)
+    assert several.spaces == one.spaces and several.num_actions == one.num_actions
+    assert_equal(play(several, 100), rows)
+    assert sum(row["truncated"].sum() for row in rows) > 10
+    assert_equal(play(several, 20), play(one, 20))  # begun anew
+
+
+@pytest.mark.parametrize("num_processes", [0, 2])
+def test_two_groups_in_turn_are_one_group_of_the_same_seeds(environments, num_processes):
+    seeds = draw_seeds(7, 4)
+    whole = environments(Mixed, num_processes, seeds)
+    groups = [environments(Mixed, num_processes, seeds[i : i + 2]) for i in (0, 2)]
+    random = np.random.default_rng(0)
+    expected, parts = copy(whole.initial()), [copy(group.initial()) for group in groups]
+    for _ in range(1000):
+        assert_equal([expected], [map_nest(lambda a, b: np.concatenate([a, b]), *parts)])
+        actions = random.integers(3, size=4)
+        for i, group in enumerate(groups):
+            group.send(actions[2 * i : 2 * i + 2])
+        expected = copy(whole.step(actions))
+        parts = [copy(group.receive()) for group in groups]
+
+
+def test_send_returns_while_environments_step_and_leaves_the_row(environments, tmp_path):
+    gate = tmp_path / "gate"
+    gated = environments(functools.partial(Gated, gate), 2)
+    before = copy(gated.initial())
+    gated.send(np.ones(5, np.int64))
+    wait_until(lambda: len(list(tmp_path.glob("stepping-*"))) == 2)
+    assert_equal([gated.row], [before])
+    gate.touch()
+    assert gated.receive()["last_action"].tolist() == [1] * 5
+
+
+def test_an_environment_that_raises_is_an_error_with_its_traceback(environments):
+    raising = environments(Raising, 2)
+    raising.initial()
+    with pytest.raises(EnvError, match=r"(?s)environment process \d failed.*in step.*no luck"):
+        raising.step(np.zeros(5, np.int64))
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_lost_process_is_replaced_and_its_episodes_are_cut(environments, caplog, how):
+    several = environments(Counter, 2, stall_timeout_s=0.1 if how == "SIGSTOP" else 60)
+    several.initial()
+    actions = np.ones(5, np.int64)
+    for _ in range(4):
+        before = copy(several.step(actions))
+    pid = several.pids()[0]
+    os.kill(pid, getattr(signal, how))
+    cut = copy(several.step(2 * actions))
+    first = slice(0, 3)
+    assert several.metrics() == {"process_restarts": 1}
+    np.testing.assert_array_equal(cut["frame"][first], before["frame"][first])
+    assert cut["truncated"].tolist() == [True] * 3 + [False] * 2
+    assert not cut["done"].any() and cut["reward"][first].tolist() == [0] * 3
+    np.testing.assert_array_equal(cut["episode_return"][first], before["episode_return"][first])
+    after = copy(several.step(actions))
+    assert after["done"].tolist() == [True] * 3 + [False] * 2
+    assert not after["game_done"].any() and not after["truncated"].any()
+    assert after["episode_return"][0] == before["episode_return"][0] > 0
+    assert after["frame"][:, 1].tolist() == [0, 0, 0, 6, 6]  # steps in the episode
+    following = several.step(actions)
+    assert following["episode_step"].tolist() == [1, 1, 1, 7, 7]
+    cause = "killed by SIGKILL" if how == "SIGKILL" else "silent for 0 s"
+    assert cause in caplog.text and pid not in several.pids()
+
+
+def test_deaths_in_a_row_are_an_error(environments, monkeypatch):
+    several = environments(Counter, 2)
+    several.initial()
+    with pytest.raises(EnvError, match="process 1 died 5 times with less than 200 steps"):
+        for _ in range(6):
+            os.kill(several.pids()[1], signal.SIGKILL)
+            several.step(np.zeros(5, np.int64))
+    monkeypatch.setattr(parallel_environments, "MIN_STEPS", 1)
+    patient = environments(Counter, 1)
+    patient.initial()
+    for _ in range(6):
+        os.kill(patient.pids()[0], signal.SIGKILL)
+        patient.step(np.zeros(5, np.int64))
+        patient.step(np.zeros(5, np.int64))
+
+
+@pytest.mark.parametrize("num_processes", [0, 2])
+def test_wake_ends_a_wait_and_every_later_one(environments, tmp_path, num_processes):
+    gated = environments(functools.partial(Gated, tmp_path / "gate"), num_processes)
+    gated.initial()
+    rows = []
+    thread = threading.Thread(target=lambda: rows.append(gated.step(np.zeros(5, np.int64))))
+    if num_processes:
+        thread.start()
+        wait_until(lambda: len(list(tmp_path.glob("stepping-*"))) == 2)
+        gated.wake()
+        thread.join(10)
+        assert rows == [None]
+    gated.wake()
+    assert gated.step(np.zeros(5, np.int64)) is None
+
+
+def test_nothing_is_left_in_shared_memory():
+    before = shared_memory()
+    several = open_environments(Mixed, 2)
+    several.initial()
+    assert shared_memory() == before  # its files have no names
+    pids = several.pids()
+    several.close()
+    several.close()
+    assert not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_an_environment_that_cannot_be_made_is_an_error_at_once():
+    with pytest.raises(EnvError, match="cannot create environment 0: ZeroDivisionError"):
+        open_environments(lambda: 1 / 0, 2)

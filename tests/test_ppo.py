@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PPO against the definitions of its parts, and the program from the command line."""
+
+import functools
+import math
+import os
+import pathlib
+import signal
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from program import ROOT, Program, last_step, load, read_meta, read_rows, run
+
+import ppo
+from beast.environments import map_nest
+from beast.errors import FlagError
+from beast.nets import create_net
+from beast.normalizer import Normalizer, RewardScaler
+from beast.parallel_environments import ParallelEnvironments
+
+T, N = 7, 6
+SCRIPT = ROOT / "ppo.py"
+
+
+def parse(arguments="", continuous=False):
+    flags = ppo.parser.parse_args(["--disable_cuda", *arguments.split()])
+    flags.continuous = continuous
+    ppo.check_flags(flags)
+    flags.precision, flags.fp32_devices = "fp32", []
+    return flags
+
+
+class Table(torch.nn.Module):
+    """A net in double precision whose answers are a linear function of frames [.., 3]."""
+
+    is_image, use_gru = True, False  # it has no normalizer
+
+    def __init__(self, continuous=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.continuous = continuous
+        self.policy = torch.nn.Linear(3, 4, dtype=torch.float64)
+        self.baseline = torch.nn.Linear(3, 1, dtype=torch.float64)
+        self.register_buffer("kl_penalty", torch.ones((), dtype=torch.float64))
+
+    def forward(self, inputs, agent_state):
+        x = inputs["frame"]
+        outputs = {"policy_logits": self.policy(x), "baseline": self.baseline(x).squeeze(-1)}
+        return outputs, agent_state
+
+
+def make_rows(model, seed=0):
+    """Return rows [T + 1, N, ...] in float64, with ends and time limits everywhere, and answers."""
+    random = torch.Generator().manual_seed(seed)
+    rows = {
+        "frame": torch.randn(T + 1, N, 3, generator=random, dtype=torch.float64),
+        "reward": torch.randn(T + 1, N, generator=random, dtype=torch.float64),
+        "done": torch.rand(T + 1, N, generator=random) < 0.2,
+        "terminated": torch.zeros(T + 1, N, dtype=torch.bool),
+        "truncated": torch.zeros(T + 1, N, dtype=torch.bool),
+    }
+    rows["truncated"][0, 0] = rows["truncated"][3, 1] = rows["truncated"][T, 2] = True
+    rows["truncated"][T - 1, 3] = True
+    rows["done"][1, 0] = rows["done"][4, 1] = rows["done"][T, 3] = True
+    rows["done"] &= ~rows["truncated"]
+    with torch.no_grad():
+        outputs, _ = model(rows, ())
+    for name, x in outputs.items():  # the answer to row t stands in row t + 1
+        rows[name] = torch.cat([torch.full_like(x[:1], torch.nan), x[:-1]])
+    if model.continuous:
+        rows["action"] = torch.randn(T + 1, N, 2, generator=random, dtype=torch.float64)
+    else:
+        rows["action"] = torch.randint(4, (T + 1, N), generator=random)
+    return rows
+
+
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.95, 1.0])
+def test_targets_are_those_of_a_loop_over_each_episode(gae_lambda):
+    model = Table()
+    flags = parse(f"--gae_lambda {gae_lambda} --advantage_scaling none --reward_scaling none")
+    rows = make_rows(model)
+    batch = ppo.prepare(flags, model, rows, ())
+    values = model(rows, ())[0]["baseline"].detach()
+    for i in range(N):
+        advantage = 0.0
+        for t in reversed(range(T)):
+            if rows["truncated"][t, i]:  # from here there is only a reset
+                assert not batch["mask"][t, i]
+                advantage = 0.0
+                continue
+            going_on = 0.0 if rows["done"][t + 1, i] else flags.discounting
+            delta = rows["reward"][t + 1, i] + going_on * values[t + 1, i] - values[t, i]
+            advantage = delta + going_on * gae_lambda * advantage
+            assert batch["mask"][t, i]
+            assert batch["advantages"][t, i].item() == pytest.approx(float(advantage), abs=1e-12)
+            expected = float(advantage + values[t, i])
+            assert batch["vs"][t, i].item() == pytest.approx(expected, abs=1e-12)
+
+
+def gradients(model, flags, rows):
+    batch = ppo.prepare(flags, model, rows, ())
+    model.zero_grad()
+    ppo.compute_loss(flags, model, batch, ())[0].backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("penalty", ["clip", "kl"])
+def test_what_stands_in_a_row_after_a_time_limit_is_not_felt(penalty):
+    model, flags = Table(), parse(f"--penalty {penalty}")
+    rows = make_rows(model)
+    before = gradients(model, flags, rows)
+    for t, i in ((1, 0), (4, 1), (T, 3)):
+        rows["reward"][t, i] = 1e3
+        rows["action"][t, i] = 1
+        rows["policy_logits"][t, i] += torch.arange(4)
+    for one, other in zip(before, gradients(model, flags, rows), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_policies_are_what_they_are_by_definition():
+    generator = torch.Generator().manual_seed(1)
+    a, b = torch.randn(2, 5, 3, 4, generator=generator, dtype=torch.float64)
+    one, other = (ppo.distribution(x, continuous=False) for x in (a, b))
+    actions = torch.randint(4, (5, 3), generator=generator)
+    p, q = a.softmax(-1), b.softmax(-1)
+    chosen = p.gather(-1, actions[..., None]).squeeze(-1)
+    torch.testing.assert_close(one.log_prob(actions), chosen.log())
+    torch.testing.assert_close(one.entropy(), -(p * p.log()).sum(-1))
+    kl = torch.distributions.kl_divergence(one, other)
+    torch.testing.assert_close(kl, (p * (p / q).log()).sum(-1))
+
+    one, other = (ppo.distribution(x, continuous=True) for x in (a, b))
+    actions = torch.randn(5, 3, 2, generator=generator, dtype=torch.float64)
+    mean, std = a[..., :2], a[..., 2:].exp()
+    mean_b, std_b = b[..., :2], b[..., 2:].exp()
+    density = torch.exp(-((actions - mean) ** 2) / (2 * std**2)) / (std * math.sqrt(2 * math.pi))
+    torch.testing.assert_close(one.log_prob(actions), density.log().sum(-1))
+    entropy = 0.5 * math.log(2 * math.pi * math.e) + std.log()
+    torch.testing.assert_close(one.entropy(), entropy.sum(-1))
+    kl = (std_b / std).log() + (std**2 + (mean - mean_b) ** 2) / (2 * std_b**2) - 0.5
+    torch.testing.assert_close(torch.distributions.kl_divergence(one, other), kl.sum(-1))
+
+
+def policy_gradient(flags, log_rho, advantage, kl=0.0, penalty=1.0):
+    """Return the policy loss of a single transition, and its derivatives by log_rho and by kl."""
+    log_rho, kl = (torch.tensor([[x]], requires_grad=True) for x in (log_rho, kl))
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    loss = ppo.compute_policy_loss(
+        flags, log_rho, torch.tensor([[advantage]]), kl, torch.tensor(penalty), mask
+    )
+    loss.backward()
+    return loss.item(), log_rho.grad.item(), 0.0 if kl.grad is None else kl.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "is_clipped"),
+    [(1.3, 1.0, True), (1.1, 1.0, False), (0.7, 1.0, False), (0.7, -1.0, True), (0.9, -1.0, False),
+     (1.3, -1.0, False)],
+)  # fmt: skip
+def test_the_gradient_is_zero_exactly_where_the_policy_has_moved_far_enough(
+    ratio, advantage, is_clipped
+):
+    _, gradient, _ = policy_gradient(parse("--policy_clipping 0.2"), math.log(ratio), advantage)
+    assert (gradient == 0) == is_clipped
+    assert is_clipped or gradient == pytest.approx(-ratio * advantage)
+
+
+@pytest.mark.parametrize(
+    ("kl", "loss", "gradient"), [(0.019, 0.019, 1), (0.03, 0.13, 1 + 2000 * 0.01), (0.0, 0.0, 1)]
+)
+def test_the_penalty_has_a_cutoff_at_twice_the_target(kl, loss, gradient):
+    flags = parse("--penalty kl --kl_target 0.01")
+    got = policy_gradient(flags, 0.0, 0.0, kl)
+    assert got == pytest.approx((loss, 0, gradient), abs=1e-6, rel=1e-4)
+
+
+@pytest.mark.parametrize(("kl", "factor"), [(1.31, 1.5), (1.29, 1), (0.71, 1), (0.69, 1 / 1.5)])
+def test_the_penalty_follows_the_kl(monkeypatch, kl, factor):
+    model, flags = Table(), parse("--penalty kl")
+    metrics = {"behavior_target_kl": torch.tensor(kl * flags.kl_target)}
+    monkeypatch.setattr(ppo, "compute_loss", lambda *_: (None, metrics))
+    assert ppo.adapt_penalty(flags, model, None, ()) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_the_normalizer_has_the_moments_of_all_that_it_has_seen(offset):
+    random = np.random.default_rng(0)
+    x = random.normal(offset, [0.5, 2, 3], (100_000, 3))
+    normalizer, begin = Normalizer(3), 0
+    for size in (1, 2, 3, 1000, 0, 50_000, 7):
+        normalizer.update(torch.from_numpy(x[begin : begin + size]))
+        begin += size
+    normalizer.update(torch.from_numpy(x[begin:]))
+    np.testing.assert_allclose(normalizer.mean.numpy(), x.mean(0), rtol=1e-12)
+    expected = np.sqrt(x.var(0, ddof=1) + 1e-4) + 1e-8
+    np.testing.assert_allclose(normalizer.std().numpy(), expected, rtol=1e-9)
+    y = normalizer(torch.from_numpy(x))
+    np.testing.assert_allclose(y.numpy(), np.clip((x - x.mean(0)) / expected, -5, 5), atol=1e-6)
+    assert torch.equal(Normalizer(2)(torch.ones(4, 2)), torch.ones(4, 2))  # before it has seen any
+
+
+def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
+    random, scaler = np.random.default_rng(0), RewardScaler()
+    rewards, done = random.normal(size=(60, 3)), random.random((60, 3)) < 0.1
+    mask = random.random((60, 3)) < 0.9
+    returns, current = [], np.zeros(3)
+    for t in range(60):
+        current = rewards[t] + 0.9 * current
+        returns += current[mask[t]].tolist()
+        current = np.where(done[t], 0, current)
+    for begin in (0, 20, 40):  # returns go on from one rollout to the next
+        parts = (torch.from_numpy(x[begin : begin + 20]) for x in (rewards, done, mask))
+        scaled = scaler(*parts, 0.9)
+    expected = rewards[40:] / (np.sqrt(np.var(returns, ddof=1) + 1e-4) + 1e-8)
+    np.testing.assert_allclose(scaled.numpy(), expected.clip(-10, 10), rtol=1e-9)
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_one_epoch_of_one_minibatch_has_the_gradient_of_a2c(continuous):
+    model = Table(continuous)
+    flags = parse(
+        "--num_epochs 1 --num_minibatches 1 --advantage_scaling none --reward_scaling none",
+        continuous,
+    )
+    rows = make_rows(model)
+    batch = ppo.prepare(flags, model, rows, ())
+    found = gradients(model, flags, rows)
+    model.zero_grad()
+    outputs, _ = model(batch, ())
+    policy = ppo.distribution(outputs["policy_logits"], continuous)
+    mask = batch["mask"]
+    policy_loss = -(policy.log_prob(batch["action"]) * batch["advantages"])[mask].mean()
+    baseline_loss = flags.baseline_cost * ((batch["vs"] - outputs["baseline"]) ** 2)[mask].mean()
+    (policy_loss + baseline_loss - flags.entropy_cost * policy.entropy()[mask].mean()).backward()
+    for gradient, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_minibatches_are_parts_of_the_whole_and_hold_each_transition_once():
+    model, flags = Table(), parse("--num_minibatches 5")
+    batch = ppo.prepare(flags, model, make_rows(model), ())
+    whole = ppo.compute_loss(flags, model, batch, ())[0]
+    parts = list(ppo.split(flags, batch, ()))
+    sizes = [part["mask"].numel() for part, _ in parts]
+    assert len(parts) == 5 and all(part["mask"].all() for part, _ in parts)
+    assert sum(sizes) == int(batch["mask"].sum())
+    losses = [
+        ppo.compute_loss(flags, model, part, ())[0] * n
+        for n, (part, _) in zip(sizes, parts, strict=True)
+    ]
+    torch.testing.assert_close(sum(losses) / sum(sizes), whole)
+    seen = torch.cat([part["frame"][0, :, 0] for part, _ in parts]).sort().values
+    torch.testing.assert_close(seen, batch["frame"][..., 0][batch["mask"]].sort().values)
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--use_gru", "", "--num_groups 2", "--num_groups 2 --use_gru"]
+)
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_before_the_first_step_the_policy_is_the_one_that_acted(env, arguments):
+    """Rows, answers and recurrent states are aligned, over ends of episodes, too."""
+    flags = ppo.parser.parse_args(
+        f"--env {env} --disable_cuda --num_envs 4 --unroll_length 60 --num_env_processes 0 "
+        f"--num_minibatches 2 {arguments}".split()
+    )
+    n = 4 // flags.num_groups
+    groups = [
+        ParallelEnvironments(functools.partial(ppo.create_env, flags), [i + 1] * n, 0, "test")
+        for i in range(flags.num_groups)
+    ]
+    flags.continuous, flags.precision = env == "Pendulum-v1", "fp32"
+    ppo.check_flags(flags)
+    spaces = groups[0].observation_space, groups[0].action_space
+    model, (rows, outputs, _) = create_net(ppo.Net, *spaces, **ppo.net_arguments(flags))
+    optimizer, decay = ppo.create_optimizer(flags, model)
+    learner = ppo.Learner(model, optimizer, decay, ppo.LocalWeights(model))
+    batches, ends = ppo.collect(flags, learner, groups, rows | outputs), 0
+    for _ in range(5):
+        batch = next(batches)
+        ends += batch.rows["done"].sum() + batch.rows["truncated"].sum()
+        prepared = ppo.prepare(flags, model, batch.rows, batch.agent_state[1])
+        _, metrics = ppo.compute_loss(flags, model, prepared, batch.agent_state[0])
+        assert abs(metrics["behavior_target_kl"]) < 1e-6 and metrics["clipped_rhos"] == 0
+        answers, _ = model(prepared, batch.agent_state[0])
+        torch.testing.assert_close(answers["baseline"], prepared["values"], rtol=1e-4, atol=1e-5)
+        before = map_nest(torch.clone, model.state_dict())
+        metrics = ppo.learn(flags, model, batch.rows, batch.agent_state, optimizer)
+        assert metrics["behavior_target_kl"] > 1e-6
+        assert any((x != before[name]).any() for name, x in model.state_dict().items())
+    assert ends > 4
+    for group in groups:
+        group.close()
+
+
+def test_a_loss_that_is_not_finite_stops_learning_before_the_weights_are_touched():
+    model, flags = Table(), parse("--num_minibatches 1")
+    optimizer, _ = ppo.create_optimizer(flags, model)
+    rows, before = make_rows(model), map_nest(torch.clone, model.state_dict())
+    rows["reward"][2, 2] = torch.nan
+    metrics = ppo.learn(flags, model, rows, ((), ()), optimizer)
+    assert math.isnan(metrics["total_loss"]) and metrics["steps"] > 0
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--num_envs 6 --num_groups 4", "--num_envs is 6, which --num_groups 4 does not divide"),
+        ("--num_envs 4 --num_env_processes 5", "is 5, but a group has 4 environments"),
+        ("--num_envs 2 --unroll_length 3 --num_minibatches 7", "is 7, but a rollout has 6 steps"),
+        ("--use_gru --num_envs 4 --num_minibatches 5", "a rollout has 4 environments, of which"),
+        ("--env_backend ale_vector", "--env_backend is ale_vector, but ppo.py"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(arguments, message):
+    with pytest.raises(FlagError, match=message):
+        parse(arguments)
+
+
+def train(folder, env, *arguments):
+    where = f"--env {env} --disable_cuda --xpid run --savedir {folder} --seed 3"
+    status, output = run(SCRIPT, where, *arguments)
+    assert status == 0, output
+    return output
+
+
+@pytest.mark.whole
+def test_logs_and_weights_do_not_depend_on_the_number_of_processes(tmp_path):
+    rows, weights = [], []
+    for processes in (0, 1, 2):
+        folder = tmp_path / str(processes)
+        options = "--num_envs 8 --unroll_length 16 --total_steps 15_000 --deterministic"
+        train(folder, "CartPole-v1", options, f"--num_env_processes {processes}")
+        rows.append([
+            {k: v for k, v in row.items() if k not in ("_time", "steps_per_second", "learner_wait")}
+            for row in read_rows(folder / "run")
+        ])  # fmt: skip
+        for row in rows[-1]:
+            row.pop("process_restarts", None)
+        weights.append(load(folder / "run" / "model.tar")["model_state_dict"])
+    assert rows[0] == rows[1] == rows[2] and len(rows[0]) > 1
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]) and torch.equal(weight, weights[2][name])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("env", "arguments"),
+    [("CartPole-v1", "--penalty kl --use_gru"), ("Pendulum-v1", "--num_groups 2")],
+)
+def test_the_program_trains_resumes_evaluates_and_plays(tmp_path, env, arguments):
+    train(tmp_path, env, "--total_steps 6_000", arguments)
+    folder = tmp_path / "run"
+    step, count = last_step(folder), load(folder / "model.tar")["model_state_dict"]
+    again = f"--xpid run --savedir {tmp_path} --total_steps 10_000_000 --eval_interval 5000"
+    with Program(SCRIPT, again, "--num_episodes 2") as program:
+        program.wait_until(lambda: any(r.get("eval_return_mean") for r in read_rows(folder)))
+        os.kill(program.pid, signal.SIGINT)
+        status, output = program.end()
+        program.wait_for_members()
+    assert status == 130 and f"Resuming {folder} at step {step:,}" in output
+    assert read_meta(folder)["flags"]["continuous"] == (env == "Pendulum-v1")
+    if env == "Pendulum-v1":
+        assert (
+            load(folder / "model.tar")["model_state_dict"]["normalizer.count"]
+            > count["normalizer.count"]
+            > 0
+        )
+    _, output = run(SCRIPT, f"--mode test --num_episodes 2 --xpid run --savedir {tmp_path}")
+    assert "greedy" in output and "2 games: mean return" in output
+
+
+@pytest.mark.whole
+def test_a_killed_process_costs_only_its_episodes_and_sigterm_leaves_nothing(tmp_path):
+    arguments = f"--env CartPole-v1 --disable_cuda --xpid run --savedir {tmp_path}"
+    with Program(SCRIPT, arguments, "--total_steps 100_000_000 --num_env_processes 2") as program:
+        folder = tmp_path / "run"
+        program.wait_until(lambda: last_step(folder) > 5000)
+        children = pathlib.Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text()
+        assert children
+        workers = [
+            pid for pid in program.members("forkserver") if pid not in map(int, children.split())
+        ]
+        os.kill(workers[0], signal.SIGKILL)
+        program.wait_until(lambda: "is replaced" in program.output)
+        step = last_step(folder)
+        program.wait_until(lambda: last_step(folder) > step + 5000)
+        os.kill(program.pid, signal.SIGTERM)
+        status, output = program.end()
+        assert status == 128 + signal.SIGTERM, output
+        program.wait_for_members()
+    assert load(folder / "model.tar")["step"] == last_step(folder)
+
+
+def test_observations_that_are_nests_are_flattened():
+    space = gym.spaces.Dict(
+        {"a": gym.spaces.Box(0, 1, (2, 3), np.float32), "b": gym.spaces.Box(0, 255, (4,), np.uint8)}
+    )
+    model, (_, outputs, _) = create_net(ppo.Net, space, gym.spaces.Discrete(3), continuous=False)
+    assert model.normalizer.mean.shape == (10,) and outputs["policy_logits"].shape[-1] == 3
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((4, 84, 84), np.uint8), ((10, 10, 6), bool)])
+def test_images_get_convolutions(shape, dtype):
+    space = gym.spaces.Box(0, 1 if dtype is bool else 255, shape, dtype)
+    model, _ = create_net(ppo.Net, space, gym.spaces.Discrete(6))
+    assert model.is_image and isinstance(model.trunk[0], torch.nn.Conv2d)
