@@ -86,9 +86,6 @@ def main(argv=None):
     sys.exit(queue.work())
 
 
-# ---------------------------------------------------------------------------------------- commands
-
-
 def expand(words):
     """Return the commands that one with braces stands for; each is a list of arguments."""
     levels, parts_of_words, flag = {}, [], None
@@ -187,9 +184,6 @@ class QueuedRun:
         self._end_time = self._end_time or time.monotonic()
         is_late = time.monotonic() > self._end_time + GRACE
         return not self.send(signal.SIGKILL if is_late else 0) or is_late
-
-
-# ------------------------------------------------------------------------------------------- slots
 
 
 class Slot(NamedTuple):

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 
-from beast import bad_batch, checkpoint, diagnostics, metrics
+from beast import bad_batch, checkpoint, diagnostics, energy, learner_group, metrics
 from beast.errors import EnvError, FlagError
 from beast.processes import STOP_SIGNALS
 from beast.profiler import UpdateProfiler
@@ -54,6 +54,7 @@ class Run:
 
     def __init__(self, flags, learner):
         self._flags, self._learner, self._group = flags, learner, learner.group
+        self._frames = getattr(flags, "frames_per_step", 1)  # a step
         self.stop = threading.Event()
         self.exit_status = 0
         self._signals = []  # that were caught
@@ -86,8 +87,7 @@ class Run:
 
     def _start(self):
         logging.info("Flags:\n%s", pprint.pformat(vars(self._flags)))
-        frames = getattr(self._flags, "frames_per_step", 1)
-        self._group.check_same("game", f"{self._flags.env}, {frames} frames a step")
+        self._group.check_same("game", f"{self._flags.env}, {self._frames} frames a step")
         self._group.from_rank_0(lambda: checkpoint.resume(self._flags, self._learner))
         self._group.share_state(self._learner)
         if self._group.size > 1:
@@ -98,6 +98,7 @@ class Run:
             *((self.path, f"{self.first_step:,}") if self.first_step else (self.path,)),
         )
         self._folder.start(self._learner)
+        self._energy = energy.Energy(with_gpus=not self._flags.disable_cuda)
         self._learner.publish()
         self.watchdog = Watchdog(self._flags.stall_timeout_s, self._silences)
         print_stacks_on_signal(lambda: self._system.pids() if self._system else [])
@@ -244,7 +245,9 @@ class Run:
             self._updates, self._lags = [], []
         waits = {"learner_wait": self._learner_waits.seconds()} | (system.waits() if system else {})
         fractions = self._wait_fractions(**waits)
-        latest |= fractions
+        is_alone = self._group is learner_group.ALONE  # else steps are of all, joules of this one
+        frames = (step - self.first_step) * self._frames if is_alone else None
+        latest |= fractions | self._energy.metrics(frames)
         latest |= self._folder.evaluations.tick(learner) if self._folder.evaluations else {}
         latest |= system.metrics() if system else {}
 
@@ -271,8 +274,7 @@ class Run:
         if lasting_rate > 0:
             seconds = max(0, self._flags.total_steps - step) / lasting_rate
             left = str(datetime.timedelta(seconds=round(seconds)))
-        frames = getattr(self._flags, "frames_per_step", 1)  # a step
-        parts = [f"{step:,} steps", f"{rate:,.0f} steps/s ({rate * frames:,.0f} frames/s)"]
+        parts = [f"{step:,} steps", f"{rate:,.0f} steps/s ({rate * self._frames:,.0f} frames/s)"]
         parts += [f"{name} {text}" for name, text in texts.items()]
         return rate, " | ".join([*parts, f"left {left}"])
 
