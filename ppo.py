@@ -26,6 +26,7 @@ rows; row 0 is the last row of the rollout before it. libtorchbeast/rows.py says
 import contextlib
 import functools
 
+import ale_py
 import gymnasium as gym
 import numpy as np
 import torch
@@ -137,7 +138,9 @@ def create_env(flags):
         from minatar.gym import register_envs
 
         register_envs()
-    if "ale_py" in str(gym.spec(flags.env).entry_point):
+    gym.register_envs(ale_py)
+    spec = gym.registry.get(flags.env)  # of "module:Name-v0" there is none before gym.make
+    if spec is not None and "ale_py" in str(spec.entry_point):
         return atari_wrappers.create_atari(flags, flags.render_mode)
     env = gym.make(flags.env, render_mode=flags.render_mode)
     if isinstance(env.action_space, gym.spaces.Box):
@@ -474,7 +477,7 @@ def adapt_penalty(flags, model, batch, agent_state):
 def play_and_learn(flags, learner, groups, sample, run):
     """Play and learn by turns, until the groups are woken or all steps are made: a thread."""
     torch.set_num_threads(learner.num_threads)
-    for batch in run.follow(collect(flags, learner, groups, sample)):
+    for batch in run.follow(collect(flags, learner.model, groups, sample)):
         with learner.lock:
             if run.stop.is_set():
                 return

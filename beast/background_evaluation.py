@@ -80,7 +80,7 @@ class BackgroundEvaluation:
         self._next_step = (step // interval + 1) * interval
 
     def _start(self, learner):
-        with learner.lock:
+        with learner.hold(), learner.lock:
             self._step = learner.stats["step"]
             snapshot = checkpoint.pack_weights(self._flags, learner.model, self._step)
         content = io.BytesIO()

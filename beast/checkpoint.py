@@ -221,7 +221,7 @@ class Writer:
         if self._flags.disable_checkpoint:
             return
         start = time.monotonic()
-        with learner.lock:
+        with learner.hold(), learner.lock:
             step, score, buffer = learner.step, _score(learner.stats), io.BytesIO()
             weights = learner.model.state_dict().values()
             skipped = learner.stats["skipped_in_a_row"]

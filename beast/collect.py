@@ -8,7 +8,7 @@ from beast.learner import Batch
 from beast.precision import autocast, to_float32
 
 
-def collect(flags, learner, groups, sample):
+def collect(flags, model, groups, sample):
     """Yield one Batch of rollouts after the other, each over the one before, until woken.
 
     As MonoBeast's: rows [T + 1, N, ...], of which row 0 is the last row of the rollout before it,
@@ -16,28 +16,28 @@ def collect(flags, learner, groups, sample):
     the first row, and before the last one.
 
     Args:
-      flags: unroll_length T, num_envs N, env, and those of autocast.
-      groups: of environments, as ParallelEnvironments with an equal share of the N each; one is
-        stepped while the next is answered.
+      flags: unroll_length T, env, and those of autocast.
+      model: what answers; not copied.
+      groups: ParallelEnvironments, each with as many of the N environments; one is stepped while
+        the next is answered.
       sample: rows and answers [T, B, ...], of any T and B.
     """
-    shape, device = (flags.unroll_length + 1, flags.num_envs), learner.device
+    n, device = groups[0].num_envs, next(model.parameters()).device
+    shape = flags.unroll_length + 1, n * len(groups)
     rows = map_nest(lambda x: torch.zeros(*shape, *x.shape[2:], dtype=x.dtype), sample)
-    n = flags.num_envs // len(groups)
     parts = [map_nest(lambda x, i=i: x[:, i * n : (i + 1) * n], rows) for i in range(len(groups))]
-    state = map_nest(lambda x: x.to(device), learner.model.initial_state(n))
+    state = map_nest(lambda x: x.to(device), model.initial_state(n))
     agent_states = [state] * len(groups)
     for group, part in zip(groups, parts, strict=True):
         if not _write_row(part, -1, group.initial()):
             return
     while True:
         first = map_nest(lambda *x: torch.cat(x, dim=1), *agent_states)
-        if not _play(flags, learner.model, device, groups, parts, agent_states):
+        if not _play(flags, model, device, groups, parts, agent_states):
             return
         last = map_nest(lambda *x: torch.cat(x, dim=1), *agent_states)
         device_rows = map_nest(lambda x: x.to(device), rows)
-        versions = [learner.weights.version] * flags.num_envs
-        yield Batch(device_rows, (first, last), rows, versions, {"environments": flags.env})
+        yield Batch(device_rows, (first, last), rows, [], {"environments": flags.env})
 
 
 @torch.no_grad()

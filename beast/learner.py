@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The learner: its batches, the state that its threads change, and the lock that guards it."""
 
+import contextlib
 import ctypes
 import threading
 from typing import NamedTuple
@@ -33,12 +34,14 @@ class Learner:
       group: of learners of the same policy, this one among them.
       num_threads: with which PyTorch shall compute in the learner's threads.
       lock: reentrant; held while anything here is changed or copied.
+      hold: returns a context manager, entered before the lock to save the state: in its block
+        nothing changes that lies in shared memory with other processes, which by default is none.
       stats: dict of step (agent steps learned from), episode_returns and game_returns (of the last
         100), skipped_updates and skipped_in_a_row.
     """
 
     def __init__(self, model, optimizer, decay, weights):
-        self.lock = threading.RLock()
+        self.lock, self.hold = threading.RLock(), contextlib.nullcontext
         self.model, self.optimizer, self.weights = model, optimizer, weights
         self.group = learner_group.current()
         self.num_threads = torch.get_num_threads()

@@ -274,9 +274,8 @@ def test_before_the_first_step_the_policy_is_the_one_that_acted(env, arguments):
     ppo.check_flags(flags)
     spaces = groups[0].observation_space, groups[0].action_space
     model, (rows, outputs, _) = create_net(ppo.Net, *spaces, **ppo.net_arguments(flags))
-    optimizer, decay = ppo.create_optimizer(flags, model)
-    learner = ppo.Learner(model, optimizer, decay, ppo.LocalWeights(model))
-    batches, ends = ppo.collect(flags, learner, groups, rows | outputs), 0
+    optimizer, _ = ppo.create_optimizer(flags, model)
+    batches, ends = ppo.collect(flags, model, groups, rows | outputs), 0
     for _ in range(5):
         batch = next(batches)
         ends += batch.rows["done"].sum() + batch.rows["truncated"].sum()

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that play and learn by themselves, as the main process of gala.py sees them.
+
+Each sends metrics through a pipe of its own, so that one that is killed, at whatever point, jams
+nobody. One that dies is replaced. The main process has them hold still while it saves what they
+have learned.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import multiprocessing.connection
+import signal
+import threading
+import time
+from collections import deque
+
+import torch
+
+from beast.actor_process import actor_main
+from beast.errors import EnvError
+from beast.fork_server import end_process
+from beast.learner import Batch
+from beast.processes import signals_blocked
+from beast.watchdog import PATIENCE
+
+MAX_DEATHS, MIN_UPDATES = 5, 100  # so many deaths, with fewer updates in between, end the run
+NEVER = 2**62
+HOLD, PACE = 0, 1  # numbers of updates after which agents hold, and wait to be counted
+AHEAD = 2  # updates that agents in step make before the first of them is counted
+HOLD_TIMEOUT = 20  # seconds for all agents to finish an update
+
+
+class AgentLink:
+    """An agent's end of its pipe, and what it shares with the others.
+
+    Attributes:
+      agent: its number.
+      seed: a list of ints, another one for each process.
+      is_replacement: whether it takes the place of one that died.
+      rounds: of all agents, how many updates each has made: shared memory.
+    """
+
+    def __init__(self, agent, seed, is_replacement, pipe, rounds, limits, heartbeats):
+        self.agent, self.seed, self.is_replacement = agent, seed, is_replacement
+        self.rounds = rounds
+        self._pipe, self._limits, self._heartbeats = pipe, limits, heartbeats
+
+    def report(self, metrics, rows):
+        """Count an update; give the main process its metrics, and rows in which episodes end."""
+        self._pipe.send(("update", (metrics, rows)))
+        self.rounds[self.agent] += 1
+        self._heartbeats[self.agent] = time.monotonic()
+        self.wait_until(lambda: self.rounds[self.agent] < self._limits[PACE])
+
+    def has_to_hold(self):
+        return bool(self.rounds[self.agent] >= self._limits[HOLD])
+
+    def hold(self):
+        """Say that nothing changes here, and wait until it may again."""
+        self._pipe.send(("held", None))
+        self._pipe.recv()
+        self._heartbeats[self.agent] = time.monotonic()
+
+    def wait_until(self, condition):
+        """Wait until a condition is true; return whether it is, or this agent has to hold.
+
+        Raises:
+          EOFError: the main process has closed the pipe.
+        """
+        while not condition():
+            if self.has_to_hold():
+                return False
+            if self._pipe.poll():
+                raise EOFError
+            self._heartbeats[self.agent] = time.monotonic()  # others are to blame
+            time.sleep(0.0005)
+        return True
+
+
+class Agents:
+    """Agent processes.
+
+    Args:
+      flags: num_agents, seed, stall_timeout_s.
+      context: as of start_fork_server.
+      learn_alone: what an agent does, called in its process with flags, an AgentLink and `args`.
+      in_step: whether agents wait for each other in each update. Then all are held after the same
+        one, and the death of one ends the run.
+      first_step: of the run. A replaced agent, or one of a resumed run, must not play the same
+        games again.
+      measure: returns more metrics, numbers by name.
+    """
+
+    def __init__(self, flags, context, learn_alone, args, in_step, first_step, measure=dict):
+        self._flags, self._context, self._first_step = flags, context, first_step
+        self._learn_alone, self._args, self._measure = learn_alone, args, measure
+        self._in_step, self._patience = in_step, PATIENCE * flags.stall_timeout_s
+        n = flags.num_agents
+        self._rounds = torch.zeros(n, dtype=torch.int64).share_memory_()
+        self._limits = torch.tensor([NEVER, AHEAD if in_step else NEVER]).share_memory_()
+        self._heartbeats = torch.zeros(n, dtype=torch.float64).share_memory_()
+        self._condition = threading.Condition()  # guards what follows
+        self._held, self._is_over, self._is_read = [False] * n, False, True
+        self._deaths, self._deaths_in_a_row, self._updates = [0] * n, [0] * n, [0] * n
+        self._game_returns = [[] for _ in range(n)]  # the last 100 of each
+        self._processes, self._pipes = [None] * n, [None] * n
+        self._wake_reader, self._wake_writer = multiprocessing.Pipe(duplex=False)
+        for agent in range(n):
+            self._start(agent)
+
+    def updates(self):
+        """Yield metrics and a Batch of each update of each agent, until all are held for good.
+
+        Raises:
+          EnvError: an agent died time and again, or one that others wait for.
+        """
+        try:
+            yield from self._in_order() if self._in_step else self._as_they_come()
+        finally:
+            with self._condition:
+                self._is_read = False
+                self._condition.notify_all()
+
+    def _in_order(self):
+        """Yield the updates of a round by the numbers of the agents."""
+        rounds = [deque() for _ in self._processes]
+        for update in self._as_they_come():
+            rounds[update[0]].append(update)
+            if all(rounds):
+                yield from [updates.popleft() for updates in rounds]
+                with self._condition:
+                    self._limits[PACE] += 1
+
+    def _as_they_come(self):
+        while not (self._is_over and all(self._held)):
+            sources = {pipe: agent for agent, pipe in enumerate(self._pipes)}
+            sources |= {process.sentinel: agent for agent, process in enumerate(self._processes)}
+            wake = [] if self._is_over else [self._wake_reader]
+            ready = multiprocessing.connection.wait([*sources, *wake], timeout=0.1)
+            for agent in sorted({sources[source] for source in ready if source in sources}):
+                # Asked for before its messages are read, so that the last ones are not lost.
+                dead = not self._processes[agent].is_alive()
+                cause = yield from self._read(agent)
+                if cause or dead:
+                    self._replace(agent, cause)
+            for agent, seconds in self._seconds_silent():
+                if seconds > self._patience:
+                    self._processes[agent].kill()
+
+    @contextlib.contextmanager
+    def hold(self):
+        """Have all agents hold still, what they have learned in shared memory, in this block.
+
+        `updates` has to be followed meanwhile by another thread, unless they are held for good.
+        """
+        self._ask_to_hold()
+        with self._condition:
+            if not self._condition.wait_for(
+                lambda: all(self._held) or not self._is_read, HOLD_TIMEOUT
+            ):
+                late = [agent for agent, held in enumerate(self._held) if not held]
+                logging.warning(
+                    "Agents %s have not finished an update for %d s", late, HOLD_TIMEOUT
+                )
+        try:
+            yield
+        finally:
+            with self._condition:
+                if not self._is_over:
+                    self._limits[HOLD] = NEVER
+                    for agent, held in enumerate(self._held):
+                        if held:
+                            with contextlib.suppress(OSError):
+                                self._pipes[agent].send("go on")
+                    self._held = [False] * len(self._held)
+
+    def finish(self):
+        """Hold all agents for good; for any thread."""
+        with self._condition:
+            if self._is_over:
+                return
+            self._is_over = True
+        self._ask_to_hold()
+        self._wake_writer.close()
+
+    def close(self):
+        """End all processes."""
+        self.finish()
+        for pipe in self._pipes:
+            pipe.close()  # which they notice
+        deadline = time.monotonic() + 3
+        for process in self._processes:
+            end_process(process, deadline - time.monotonic())
+
+    def game_returns(self):
+        """Return the mean of the last 100 games of each agent; None where there is none."""
+        return [sum(games) / len(games) if games else None for games in self._game_returns]
+
+    def waits(self):
+        return {}
+
+    def metrics(self):
+        returns = {f"return_{agent}": mean for agent, mean in enumerate(self.game_returns())}
+        return returns | {"agent_restarts": sum(self._deaths)} | self._measure()
+
+    def texts(self, metrics):
+        return {}
+
+    def silences(self):
+        return [
+            (f"agent {agent}", "plays and learns", seconds, self._processes[agent].pid)
+            for agent, seconds in self._seconds_silent()
+        ]
+
+    def pids(self):
+        return [process.pid for process in self._processes]
+
+    def _ask_to_hold(self):
+        with self._condition:  # in step all have come so far then, and none is further
+            self._limits[HOLD] = self._limits[PACE] if self._in_step else 0
+
+    def _seconds_silent(self):
+        now = time.monotonic()
+        return [
+            (agent, now - beat)
+            for agent, beat in enumerate(self._heartbeats.tolist())
+            if not self._held[agent]
+        ]
+
+    def _read(self, agent):
+        """Handle what an agent has sent; return why it has failed, if it has."""
+        try:
+            while self._pipes[agent].poll():
+                kind, content = self._pipes[agent].recv()
+                if kind == "error":
+                    return content
+                if kind == "held":
+                    with self._condition:
+                        self._held[agent] = True
+                        self._condition.notify_all()
+                    return None
+                metrics, rows = content
+                rows = {name: torch.from_numpy(x) for name, x in rows.items()}
+                self._updates[agent] += 1
+                if self._updates[agent] == MIN_UPDATES:
+                    self._deaths_in_a_row[agent] = 0
+                games = rows["game_return"][1:][rows["game_done"][1:]].tolist()
+                self._game_returns[agent] = (self._game_returns[agent] + games)[-100:]
+                yield agent, metrics, Batch(rows, (), rows, [], {"agents": [agent]})
+        except (EOFError, OSError):
+            pass  # it has died
+        return None
+
+    def _replace(self, agent, cause):
+        process = self._processes[agent]
+        end_process(process, 1)
+        if cause is None and process.exitcode < 0:
+            cause = f"killed by {signal.Signals(-process.exitcode).name}"
+        elif cause is None:
+            cause = f"it ended with status {process.exitcode}"
+        self._deaths[agent] += 1
+        self._deaths_in_a_row[agent] += 1
+        if self._in_step:
+            raise EnvError(f"agent {agent} died, for which the others wait: {cause}")
+        if self._deaths_in_a_row[agent] >= MAX_DEATHS:
+            raise EnvError(
+                f"agent {agent} died {MAX_DEATHS} times with less than {MIN_UPDATES} updates in "
+                f"between, most recently: {cause}"
+            )
+        logging.error(
+            "Agent %d died and is replaced (death %d; %d soon after another, %d end the run): %s",
+            *(agent, self._deaths[agent], self._deaths_in_a_row[agent], MAX_DEATHS, cause),
+        )
+        self._pipes[agent].close()
+        self._updates[agent] = 0
+        if self._is_over:
+            with self._condition:
+                self._held[agent] = True  # for good
+                self._condition.notify_all()
+        self._start(agent)
+
+    def _start(self, agent):
+        pipe, far_end = multiprocessing.Pipe()
+        deaths = self._deaths[agent]
+        seed = [self._flags.seed, 1 + agent, deaths, self._first_step]
+        shared = self._rounds, self._limits, self._heartbeats
+        self._heartbeats[agent] = time.monotonic()
+        link = AgentLink(agent, seed, deaths > 0, far_end, *shared)
+        arguments = (self._learn_alone, far_end, self._flags, link, *self._args)
+        process = self._context.Process(target=actor_main, args=arguments, daemon=True)
+        with signals_blocked():
+            process.start()
+        far_end.close()
+        self._processes[agent], self._pipes[agent] = process, pipe

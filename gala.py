@@ -1,0 +1,580 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GALA: actor-learners that play and learn by themselves, and mix their weights by gossip.
+
+    python gala.py --env PongNoFrameskip-v4                  train (again with --xpid: resume)
+    python gala.py --exchange allreduce                      one A2C, its batch shared by all agents
+    python gala.py --mode test --xpid NAME                   play whole games with the best agent
+
+    agent 0: Net, N environments, RMSProp --- weights ---> agent 1: Net, N environments, RMSProp
+       ^                                                      |
+       | weights             each plays T steps, learns,      | weights
+       |                     sends, and mixes what it got     v
+    agent 3: Net, N environments, RMSProp <--- weights --- agent 2: Net, N environments, RMSProp
+
+To change the model, edit Net; the loss, compute_loss; the environment, create_env; the optimizer,
+create_optimizer; who sends to whom, find_in_peers; what is logged, the metrics that compute_loss
+and learn return.
+
+Source: Assran et al. 2019, "Gossip-based Actor-Learner Architectures for Deep Reinforcement
+Learning". A2C: Mnih et al. 2016.
+
+Shapes: T unroll length, N environments an agent, A actions. A rollout has T + 1 rows; row 0 is the
+last row of the rollout before it. libtorchbeast/rows.py says what a row holds.
+"""
+
+import contextlib
+import copy
+import functools
+import types
+import warnings
+from collections import deque
+
+import ale_py
+import gymnasium as gym
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import atari_wrappers
+import vtrace
+from beast import evaluate
+from beast.agents import Agents
+from beast.collect import collect
+from beast.environments import Environments, try_out
+from beast.errors import FlagError
+from beast.flags import add_run_flags, parse_flags, run_program
+from beast.fork_server import start_fork_server
+from beast.learner import Learner, get_device
+from beast.machine import count_cores
+from beast.metrics import is_finite, to_floats
+from beast.nets import create_net
+from beast.parallel_environments import ParallelEnvironments
+from beast.parser import Parser, fraction, non_negative, positive
+from beast.precision import autocast, choose_precision, to_float32
+from beast.randomness import make_deterministic, seed_generators
+from beast.run import ENDS, Run
+from beast.threads import Threads
+from beast.weights import SharedWeights
+from libtorchbeast.rows import draw_seeds
+
+# fmt: off
+parser = Parser("gala.py", "Gossiping actor-learners on one machine.")
+add_run_flags(parser)
+
+training = parser.add_argument_group("training")
+training.add_argument("--total_steps", default=10_000_000, type=positive(int),
+                      help="Agent steps to learn from, of all agents together.")
+training.add_argument("--num_agents", default=4, type=positive(int), help="Actor-learners.")
+training.add_argument("--envs_per_agent", default=16, type=positive(int),
+                      help="Environments that an agent steps with one batched forward pass.")
+training.add_argument("--unroll_length", default=5, type=positive(int), help="Steps in a rollout.")
+training.add_argument("--agent", type=non_negative(int), help="The agent that --mode test plays "
+                      "with. By default that with the highest mean return.")
+training.add_argument("--deterministic", action="store_true",
+                      help="Have all agents mix after the same update, so that runs with one "
+                      "--seed on one machine are the same (and slower).")
+
+exchange = parser.add_argument_group("exchange")
+exchange.add_argument("--exchange", default="gossip", choices=["gossip", "allreduce", "none"],
+                      help="Mix weights with what has come from the in-peers; average gradients "
+                      "over all agents in each update; or neither.")
+exchange.add_argument("--topology", default="ring", choices=["ring", "complete", "exponential"],
+                      help="From whom an agent gets weights: the one before it; all; or those 1, "
+                      "2, 4, ... before it.")
+exchange.add_argument("--max_staleness", type=positive(int), help="Updates in a row without new "
+                      "weights of all in-peers, at which an agent waits. By default it never does.")
+exchange.add_argument("--message_delay", default=0, type=int, choices=[0, 1],
+                      help="With --deterministic: the age of what is mixed, in updates.")
+
+loss = parser.add_argument_group("loss")
+loss.add_argument("--entropy_cost", default=0.01, type=non_negative(float),
+                  help="Weight of the entropy in nats.")
+loss.add_argument("--baseline_cost", default=0.5, type=non_negative(float),
+                  help="Weight of the baseline's squared error.")
+loss.add_argument("--discounting", default=0.99, type=fraction, help="Discount factor of a step.")
+loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "none"],
+                  help="Clip rewards to [-1, 1] in the learner.")
+
+rmsprop = parser.add_argument_group("optimizer (RMSProp)")
+rmsprop.add_argument("--learning_rate", default=7e-4, type=positive(float),
+                     help="Learning rate of each agent.")
+rmsprop.add_argument("--alpha", default=0.99, type=fraction, help="Decay of the mean of squares.")
+rmsprop.add_argument("--epsilon", default=1e-5, type=positive(float),
+                     help="Added to that mean's root.")
+rmsprop.add_argument("--grad_norm_clipping", default=0.5, type=positive(float),
+                     help="Largest norm of the gradient of the loss, a mean over the rollouts.")
+
+atari_wrappers.add_flags(parser)
+# fmt: on
+
+GRADIENT_INTERVAL = 500  # steps of an environment from one comparison of gradients to the next
+
+
+def create_env(flags):
+    """Return one environment with a Discrete action space."""
+    if flags.env.startswith("MinAtar/"):
+        from minatar.gym import register_envs
+
+        register_envs()
+    gym.register_envs(ale_py)
+    spec = gym.registry.get(flags.env)  # of "module:Name-v0" there is none before gym.make
+    if spec is not None and "ale_py" in str(spec.entry_point):
+        return atari_wrappers.create_atari(flags, flags.render_mode)
+    return gym.make(flags.env, render_mode=flags.render_mode)
+
+
+class Net(nn.Module):
+    """Policy and baseline: convolutions for images, a perceptron for vectors."""
+
+    def __init__(self, observation_space, num_actions):
+        super().__init__()
+        shape = observation_space.shape
+        self.is_image = len(shape) == 3
+        self.knows_bf16 = self.is_image  # its last layers stay in float32
+        self.trunk, size = image_trunk(shape) if self.is_image else (vector_trunk(shape[0]), 64)
+        self.policy, self.baseline = nn.Linear(size, num_actions), nn.Linear(size, 1)
+        for layer, gain in ((self.policy, 0.01), (self.baseline, 1.0)):
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+        self.to(memory_format=torch.channels_last)
+
+    def initial_state(self, batch_size):
+        return ()
+
+    def forward(self, inputs, agent_state):
+        """Answer each row.
+
+        Args:
+          inputs: rows as a dict of [T, N, ...] tensors, of which frame counts.
+
+        Returns:
+          A dict of policy_logits [T, N, A], baseline [T, N] and action [T, N] (sampled in training
+          mode, else the most probable), and the state, which is ().
+        """
+        T, N = inputs["frame"].shape[:2]
+        x = inputs["frame"].flatten(0, 1)
+        x = self.trunk(scale_image(x) if self.is_image else x.float())
+        # Probabilities and values are computed in full precision.
+        with torch.autocast(x.device.type, enabled=False):
+            policy_logits, baseline = self.policy(x.float()), self.baseline(x.float())
+        action = policy_logits
+        if self.training:
+            # By Gumbel's trick: multinomial would fail on a NaN, which learn is to report.
+            action = action - torch.empty_like(action).exponential_().log()
+        return {
+            "policy_logits": policy_logits.view(T, N, -1),
+            "baseline": baseline.view(T, N),
+            "action": action.argmax(dim=1).view(T, N),
+        }, agent_state
+
+
+def image_trunk(shape):
+    """Return convolutions for [C, H, W], or MinAtar's [H, W, C], and their number of features."""
+    if min(shape[1:]) >= 36:
+        layers = [(shape[0], 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
+        num_features, sample = 512, torch.zeros(1, *shape)
+    else:
+        layers, num_features = [(shape[-1], 16, 3, 1)], 128
+        sample = torch.zeros(1, shape[-1], *shape[:-1])
+    trunk = nn.Sequential()
+    for size, num_filters, width, stride in layers:
+        conv = CenteredConv2d if len(layers) > 1 and not len(trunk) else nn.Conv2d
+        trunk.extend([conv(size, num_filters, width, stride), nn.ReLU(inplace=True)])
+    trunk.append(nn.Flatten())
+    trunk.extend([nn.Linear(trunk(sample).shape[1], num_features), nn.ReLU(inplace=True)])
+    return initialize(trunk, 2**0.5), num_features
+
+
+def vector_trunk(num_inputs):
+    layers = nn.Linear(num_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()
+    return initialize(nn.Sequential(*layers), 2**0.5)
+
+
+class CenteredConv2d(nn.Conv2d):
+    """A convolution of what differs between the pixels of a patch, not of their mean brightness.
+
+    Most of a frame is background. Filters that respond to it spend the first updates on its
+    brightness, and find a ball of two pixels only hundreds of thousands of steps later.
+    """
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
+def initialize(layers, gain):
+    for layer in layers:
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+    return layers
+
+
+def scale_image(x):
+    """Return images [N, C, H, W], of bytes from 0 to 1, in the number format of the net."""
+    scale = 255 if x.dtype == torch.uint8 else 1
+    if min(x.shape[2:]) < 36:  # MinAtar's, [N, H, W, C]
+        x = x.movedim(-1, 1)
+    enabled = torch.is_autocast_enabled(x.device.type)
+    x = x.to(torch.get_autocast_dtype(x.device.type) if enabled else torch.float32)
+    return x.contiguous(memory_format=torch.channels_last) / scale
+
+
+def compute_loss(flags, model, batch):
+    """Return A2C's loss of rollouts ([T + 1, N, ...] each), a mean over their transitions."""
+    with autocast(flags, batch["reward"].device):
+        outputs, _ = to_float32(model(batch, ()))
+    # Index t is the transition from row t to row t + 1. What was recorded about it is in row t + 1.
+    actions, rewards = batch["action"][1:], batch["reward"][1:]
+    values = outputs["baseline"][:-1]
+    policy = torch.distributions.Categorical(
+        logits=outputs["policy_logits"][:-1], validate_args=False
+    )
+    # Out of the last row of an episode there is no transition, only a reset.
+    mask = ~(batch["truncated"] | batch["terminated"])[:-1]
+    discounts = flags.discounting * (~(batch["done"] | batch["terminated"])[1:]).to(values.dtype)
+    if flags.reward_clipping == "abs_one":
+        rewards = rewards.clamp(-1, 1)
+    returns = vtrace.from_importance_weights(
+        log_rhos=torch.zeros_like(values),  # since the policy that acted learns
+        discounts=discounts,
+        rewards=rewards,
+        values=values,
+        bootstrap_value=outputs["baseline"][-1],
+        mask=mask,
+    ).vs
+    num_steps = mask.sum().clamp(min=1)
+
+    def mean(x):
+        return torch.where(mask, x, 0).sum() / num_steps
+
+    advantages = returns - values.detach()
+    policy_loss = -mean(policy.log_prob(actions) * advantages)
+    baseline_loss = flags.baseline_cost * mean((returns - values) ** 2)
+    entropy = mean(policy.entropy())
+    total_loss = policy_loss + baseline_loss - flags.entropy_cost * entropy
+    return total_loss, {
+        "total_loss": total_loss.detach(),
+        "policy_loss": policy_loss.detach(),
+        "baseline_loss": baseline_loss.detach(),
+        "entropy": entropy.detach(),
+        "steps": mask.sum(),
+    }
+
+
+def create_optimizer(flags, model):
+    optimizer = torch.optim.RMSprop(
+        model.parameters(), lr=flags.learning_rate, eps=flags.epsilon, alpha=flags.alpha
+    )
+    for parameter in model.parameters():  # from the start, so that it can be shared
+        state = {"step": torch.zeros(()), "square_avg": torch.zeros_like(parameter)}
+        optimizer.state[parameter] = state
+    return optimizer
+
+
+def learn(flags, model, batch, optimizer):
+    """Take one step of the optimizer, unless a metric is not finite; return metrics as floats."""
+    optimizer.zero_grad()
+    total_loss, metrics = compute_loss(flags, model, batch)
+    total_loss.backward()
+    if flags.exchange == "allreduce":
+        average_gradients(model)
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
+    metrics["grad_norm"] = grad_norm
+    before = flatten(model.parameters()).clone()
+    if torch.isfinite(grad_norm):  # of all agents alike with --exchange allreduce
+        optimizer.step()
+    metrics["update_norm"] = (flatten(model.parameters()) - before).norm()
+    return to_floats(metrics)
+
+
+def average_gradients(model):
+    gradients = flatten(p.grad for p in model.parameters())
+    dist.all_reduce(gradients)
+    gradients /= dist.get_world_size()
+    sizes = [p.numel() for p in model.parameters()]
+    for parameter, part in zip(model.parameters(), gradients.split(sizes), strict=True):
+        parameter.grad.copy_(part.view_as(parameter))
+
+
+@torch.no_grad()
+def flatten(tensors):
+    return torch.cat([x.detach().flatten() for x in tensors])
+
+
+def find_in_peers(topology, agent, num_agents):
+    """Return from whom an agent gets weights."""
+    if topology == "ring":
+        distances = [1]
+    elif topology == "complete":
+        distances = range(1, num_agents)
+    else:
+        distances = [2**k for k in range(num_agents.bit_length()) if 2**k < num_agents]
+    return sorted({(agent - d) % num_agents for d in distances} - {agent})
+
+
+class Mailboxes:
+    """What each agent has sent last, in shared memory: sending waits for nobody, nor does mixing.
+
+    Args:
+      topology: as of find_in_peers.
+      models: of all agents.
+    """
+
+    def __init__(self, topology, models):
+        n = len(models)
+        self.in_peers = [find_in_peers(topology, agent, n) for agent in range(n)]
+        # Three: while one is read that is an update old, and the newest, the next one is written.
+        self.weights = [SharedWeights(model, num_slots=3) for model in models]
+        self._mixed = [[0] * n for _ in range(n)]  # versions, of the agent whose process this is
+
+    def has_news(self, agent):
+        """Return whether each in-peer has sent weights that this agent has not mixed yet."""
+        return all(self.weights[j].version > self._mixed[agent][j] for j in self.in_peers[agent])
+
+    @torch.no_grad()
+    def mix(self, agent, model, message, version=None):
+        """Set a model to the mean of itself and of the messages of the agent's in-peers.
+
+        Args:
+          message: a model, which is overwritten.
+          version: of the messages; by default the newest ones.
+        """
+        parameters = list(model.parameters())
+        for j in self.in_peers[agent]:
+            self._mixed[agent][j] = self.weights[j].load_into(message, version)
+            torch._foreach_add_(parameters, list(message.parameters()))
+        torch._foreach_div_(parameters, 1 + len(self.in_peers[agent]))
+
+    def matrix(self):
+        """Return P: with what weight each agent's message is in each agent's weights."""
+        n = len(self.weights)
+        matrix = torch.zeros(n, n, dtype=torch.float64)
+        for agent, in_peers in enumerate(self.in_peers):
+            matrix[agent, [agent, *in_peers]] = 1 / (1 + len(in_peers))
+        return matrix
+
+
+class Consensus:
+    """How far the agents' weights are apart, and how alike their gradients are.
+
+    consensus_distance is the Frobenius norm of all agents' weights, mixed, less their mean;
+    consensus_bound is the bound of Proposition 1, as a recursion. It holds with --deterministic and
+    without delay; else it is an indication, as is the distance, which is of the newest messages.
+    """
+
+    def __init__(self, mailboxes, message, gradients):
+        self._mailboxes, self._message, self._gradients = mailboxes, message, gradients
+        self._matrix = mailboxes.matrix()
+        self._beta = torch.linalg.svdvals(self._matrix)[1:2].sum().item()  # the second, if any
+        self._norms = [deque() for _ in mailboxes.weights]  # of updates whose round is not complete
+        self.bound = 0.0
+
+    def count(self, agent, update_norm):
+        """Count an update of an agent, by how far it has moved the weights."""
+        self._norms[agent].append(update_norm)
+        if all(self._norms):
+            squares = sum(norms.popleft() ** 2 for norms in self._norms)
+            self.bound = self._beta * (self.bound + squares**0.5)
+
+    def distance(self):
+        messages = []
+        for weights in self._mailboxes.weights:
+            weights.load_into(self._message)
+            messages.append(flatten(self._message.parameters()))
+        mixed = self._matrix.to(messages[0]) @ torch.stack(messages)
+        return (mixed - mixed.mean(0)).norm().item()
+
+    def metrics(self):
+        directions, in_peers = F.normalize(self._gradients, dim=1), self._mailboxes.in_peers
+        cosines, pairs = (directions @ directions.T).tolist(), {"peers": [], "others": []}
+        for agent in range(len(in_peers)):
+            for other in range(agent):
+                are_peers = other in in_peers[agent] or agent in in_peers[other]
+                pairs["peers" if are_peers else "others"].append(cosines[agent][other])
+        metrics = {f"gradient_cosine_{k}": sum(v) / len(v) if v else None for k, v in pairs.items()}
+        return metrics | {"consensus_distance": self.distance(), "consensus_bound": self.bound}
+
+
+class Population(nn.Module):
+    """The nets of all agents, of which one answers: `agent`, or that with the best returns."""
+
+    def __init__(self, observation_space, num_actions, num_agents=1, agent=None):
+        super().__init__()
+        self.agents = nn.ModuleList(Net(observation_space, num_actions) for _ in range(num_agents))
+        for other in self.agents[1:]:  # all begin with the same weights
+            other.load_state_dict(self.agents[0].state_dict())
+        self.register_buffer("returns", torch.zeros(num_agents))  # means of their last 100 games
+        self._agent = agent
+
+    def initial_state(self, batch_size):
+        return ()
+
+    def forward(self, inputs, agent_state):
+        agent = int(self.returns.argmax()) if self._agent is None else self._agent
+        return self.agents[agent](inputs, agent_state)
+
+
+def net_arguments(flags):
+    """Return what Population's constructor gets besides the spaces, by name."""
+    return {"num_agents": flags.num_agents, "agent": flags.agent}
+
+
+def state_of(net, optimizer):
+    """Return all tensors that learning changes."""
+    of_optimizer = [x for p in net.parameters() for x in optimizer.state[p].values()]
+    return [*net.state_dict().values(), *of_optimizer]
+
+
+def learn_alone(flags, link, sample, net, shared_states, mailboxes, gradients, port):
+    """Play and learn, send weights, mix what has come: an agent process.
+
+    Args:
+      link: an AgentLink.
+      sample: as of `collect`.
+      net: a Net with any weights.
+      shared_states: of each agent, as of state_of; this one's begins with what is there, and is
+        written there whenever it has to hold.
+      gradients: [agents, parameters], into which this one writes its own now and then.
+      port: of the store by which agents find each other with --exchange allreduce.
+    """
+    agent, device = link.agent, get_device(flags)
+    torch.set_num_threads(max(1, count_cores() // flags.num_agents))
+    seed_generators([*link.seed, 0])
+    # Copies: `net` lies in memory that all processes share, like each tensor that is sent to one.
+    model, message = (copy.deepcopy(net).to(device) for _ in range(2))
+    optimizer = create_optimizer(flags, model)
+    state, in_peers = state_of(model, optimizer), mailboxes.in_peers[agent]
+    torch._foreach_copy_(state, shared_states[agent])
+    if link.is_replacement and in_peers:
+        mailboxes.weights[in_peers[0]].load_into(model)
+    if flags.exchange == "allreduce":
+        store = dist.TCPStore("localhost", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=agent, world_size=flags.num_agents)
+    seeds = draw_seeds([*link.seed, 1], flags.envs_per_agent)
+    environments = ParallelEnvironments(
+        functools.partial(create_env, flags), seeds, 0, f"agent {agent}"
+    )
+    misses = 0
+    with contextlib.closing(environments):
+        for i, batch in enumerate(collect(flags, model, [environments], sample)):
+            metrics = learn(flags, model, batch.rows, optimizer)
+            if i % max(1, GRADIENT_INTERVAL // flags.unroll_length) == 0:
+                gradients[agent] = flatten(p.grad for p in model.parameters()).cpu()
+            mailboxes.weights[agent].publish(model)
+            if flags.exchange == "gossip":
+                misses = gossip(flags, link, mailboxes, model, message, misses)
+            link.report(metrics, {name: batch.cpu_rows[name].numpy() for name in ENDS})
+            if link.has_to_hold():
+                torch._foreach_copy_(shared_states[agent], state)
+                link.hold()
+
+
+def gossip(flags, link, mailboxes, model, message, misses):
+    """Mix what has come; return for how many updates in a row something was missing."""
+    agent = link.agent
+    if flags.deterministic:
+        version = mailboxes.weights[agent].version
+        link.wait_until(lambda: all(w.version >= version for w in mailboxes.weights))
+        mailboxes.mix(agent, model, message, version - flags.message_delay)
+        return 0
+    if not mailboxes.has_news(agent):
+        if flags.max_staleness is None or misses + 1 < flags.max_staleness:
+            return misses + 1
+        if not link.wait_until(lambda: mailboxes.has_news(agent)):
+            return misses + 1
+    mailboxes.mix(agent, model, message)
+    return 0
+
+
+def count_updates(learner, agents, consensus, run):
+    """Record the updates of all agents, until they are held for good: a thread."""
+    for agent, metrics, batch in agents.updates():
+        run.watchdog.beat("counts updates")
+        with learner.lock:
+            learner.weights.version += 1
+            if is_finite(metrics):
+                consensus.count(agent, metrics["update_norm"])
+            run.record(metrics, batch)
+        if run.stop.is_set():  # here, so that with --deterministic it is always after this update
+            agents.finish()
+
+
+def check_flags(flags):
+    """Refuse flags that contradict each other."""
+    if flags.env_backend != "gym":
+        raise FlagError(f"--env_backend is {flags.env_backend}, but gala.py steps gym's alone")
+    if flags.message_delay and not flags.deterministic:
+        raise FlagError(
+            f"--message_delay is {flags.message_delay}, but without --deterministic nobody waits "
+            "for messages of a certain age: add that, or leave it out"
+        )
+    if flags.agent is not None and flags.agent >= flags.num_agents:
+        raise FlagError(f"--agent is {flags.agent}, but --num_agents is {flags.num_agents}")
+
+
+def train(flags):
+    """Train until all steps are made or a signal comes; return the exit status."""
+    check_flags(flags)
+    if flags.deterministic:
+        make_deterministic()
+    seed_generators([flags.seed])
+    sample = Environments(lambda: create_env(flags), 1, [flags.seed, 0], "the environment")
+    with contextlib.closing(sample):
+        try_out(sample)
+        flags.frames_per_step = sample.frame_skip
+        spaces = sample.observation_space, sample.action_space
+    if not isinstance(spaces[1], gym.spaces.Discrete):
+        raise FlagError(
+            f"the action space is {spaces[1]}: Net and compute_loss know Discrete alone"
+        )
+    # The optimizers that step are those of the agents.
+    warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
+    population, (rows, outputs, _) = create_net(Population, *spaces, **net_arguments(flags))
+    choose_precision(flags, population.agents[0], [get_device(flags)])
+    optimizer = create_optimizer(flags, population)
+    updates = types.SimpleNamespace(version=0, publish=lambda model: None)  # agents publish
+    learner = Learner(population, optimizer, lambda step: 1.0, updates)
+
+    with contextlib.ExitStack() as stack, Run(flags, learner) as run:
+        nets = list(population.agents)
+        states = [[x.share_memory_() for x in state_of(net, optimizer)] for net in nets]
+        mailboxes = Mailboxes(flags.topology, nets)
+        net = copy.deepcopy(nets[0])
+        gradients = torch.zeros(len(nets), flatten(net.parameters()).numel()).share_memory_()
+        consensus = Consensus(mailboxes, copy.deepcopy(net), gradients)
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        arguments = rows | outputs, net, states, mailboxes, gradients, store.port
+        in_step = flags.exchange == "allreduce" or flags.deterministic
+        agents = Agents(
+            flags, start_fork_server(), learn_alone, arguments, in_step, run.first_step,
+            consensus.metrics,
+        )  # fmt: skip
+        stack.enter_context(contextlib.closing(agents))
+
+        @contextlib.contextmanager
+        def hold():
+            with agents.hold():
+                means = [-torch.inf if r is None else r for r in agents.game_returns()]
+                population.returns.copy_(torch.tensor(means))
+                yield
+
+        learner.hold = hold
+        with Threads(run.stop, on_exit=[agents.finish]) as threads:
+            threads.start(count_updates, learner, agents, consensus, run)
+            run.watch(agents)
+    return run.exit_status
+
+
+def main(argv=None):
+    flags = parse_flags(parser, argv)
+    if flags.mode == "train":
+        return train(flags)
+    check_flags(flags)
+    evaluate.test(flags, create_env, functools.partial(Population, **net_arguments(flags)))
+    return 0
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GALA: gossip against its theory, the loss against its definition, and the program."""
+
+import copy
+import os
+import re
+import signal
+
+import pytest
+import torch
+from program import HELPERS, ROOT, Program, last_step, load, read_rows, run
+from test_ppo import Table, make_rows
+
+import gala
+import ppo
+from beast.errors import FlagError
+
+SCRIPT = ROOT / "gala.py"
+
+
+def make_models(n, size=6, seed=0):
+    torch.manual_seed(seed)
+    return [torch.nn.Linear(size, 1, bias=False).double() for _ in range(n)]
+
+
+def weights_of(models):
+    return torch.stack([model.weight.detach().flatten() for model in models])
+
+
+def mix_all(mailboxes, models, version=None):
+    for agent, model in enumerate(models):
+        mailboxes.mix(agent, model, copy.deepcopy(model), version)
+
+
+def publish_all(mailboxes, models):
+    for weights, model in zip(mailboxes.weights, models, strict=True):
+        weights.publish(model)
+
+
+@pytest.mark.parametrize(
+    ("topology", "agent", "num_agents", "in_peers"),
+    [("ring", 0, 4, [3]), ("ring", 2, 4, [1]), ("ring", 0, 1, []), ("complete", 1, 4, [0, 2, 3]),
+     ("exponential", 0, 8, [4, 6, 7]), ("exponential", 3, 5, [1, 2, 4]),
+     ("exponential", 0, 2, [1])],
+)  # fmt: skip
+def test_who_sends_to_whom(topology, agent, num_agents, in_peers):
+    assert gala.find_in_peers(topology, agent, num_agents) == in_peers
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete", "exponential"])
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_mixing_in_step_multiplies_with_the_matrix(topology, n):
+    models = make_models(n)
+    mailboxes, first = gala.Mailboxes(topology, models), weights_of(models)
+    matrix = mailboxes.matrix()
+    torch.testing.assert_close(matrix.sum(0), torch.ones(n, dtype=torch.float64))
+    torch.testing.assert_close(matrix.sum(1), torch.ones(n, dtype=torch.float64))
+    for k in range(1, 20):
+        publish_all(mailboxes, models)
+        mix_all(mailboxes, models)
+        expected = torch.linalg.matrix_power(matrix, k) @ first
+        torch.testing.assert_close(weights_of(models), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(weights_of(models).mean(0), first.mean(0))
+
+
+@pytest.mark.parametrize(
+    ("n", "delay", "rounds"),
+    [(2, 0, 1), (3, 0, 10), (4, 0, 20), (8, 0, 88),
+     (2, 1, 20), (3, 1, 43), (4, 1, 76), (8, 1, 302)],
+)  # fmt: skip
+def test_agents_agree_as_fast_as_theory_says(n, delay, rounds):
+    """`rounds` follows from the second eigenvalue, by which the spread shrinks: to a thousandth."""
+    models = make_models(n, size=400)
+    mailboxes, first = gala.Mailboxes("ring", models), weights_of(models)
+    spread, last = (first - first.mean(0)).norm(), 0
+    for count in range(1, 2 * rounds + 3):
+        publish_all(mailboxes, models)
+        mix_all(mailboxes, models, mailboxes.weights[0].version - delay)
+        x = weights_of(models)
+        if (x - x.mean(0)).norm() >= 1e-3 * spread:
+            last = count
+    assert last + 1 == pytest.approx(rounds, rel=0.15, abs=1)
+
+
+def test_a_message_is_mixed_once_and_the_newest_of_several():
+    models = make_models(3)
+    mailboxes = gala.Mailboxes("ring", models)
+    assert not mailboxes.has_news(0)
+    for _ in range(3):
+        with torch.no_grad():
+            models[2].weight += 1
+        mailboxes.weights[2].publish(models[2])
+    before = weights_of(models)
+    assert mailboxes.has_news(0) and not mailboxes.has_news(1)
+    mailboxes.mix(0, models[0], copy.deepcopy(models[0]))
+    torch.testing.assert_close(weights_of(models)[0], (before[0] + before[2]) / 2)
+    assert not mailboxes.has_news(0)
+
+
+@pytest.mark.parametrize("n", [3, 4, 8])
+def test_agents_stay_within_the_bound_of_proposition_1(n):
+    models = make_models(n)
+    with torch.no_grad():
+        for model in models:
+            model.weight.zero_()
+    mailboxes = gala.Mailboxes("ring", models)
+    consensus = gala.Consensus(mailboxes, copy.deepcopy(models[0]), torch.zeros(n, 6))
+    generator, ratios = torch.Generator().manual_seed(n), []
+    for _ in range(300):
+        for agent, model in enumerate(models):
+            update = torch.randn(1, 6, generator=generator, dtype=torch.float64)
+            with torch.no_grad():
+                model.weight += update
+            consensus.count(agent, update.norm().item())
+        publish_all(mailboxes, models)
+        distance = consensus.distance()
+        mix_all(mailboxes, models)
+        x = weights_of(models)
+        assert (x - x.mean(0)).norm().item() == pytest.approx(distance, rel=1e-5)
+        assert 0 < distance <= consensus.bound
+        ratios.append(distance / consensus.bound)
+    assert max(ratios) > 0.2  # or the bound would say nothing
+
+
+def test_gradients_of_peers_are_told_from_those_of_others():
+    models = make_models(4, size=2)
+    gradients = torch.tensor([[1.0, 0], [0, 2], [-3, 0], [0, 4]])  # 0 and 2, 1 and 3 are no peers
+    metrics = gala.Consensus(gala.Mailboxes("ring", models), models[0], gradients).metrics()
+    assert metrics["gradient_cosine_peers"] == pytest.approx(0)
+    assert metrics["gradient_cosine_others"] == pytest.approx(0)  # -1 and 1
+
+
+def parse(arguments=""):
+    flags = gala.parser.parse_args(["--disable_cuda", *arguments.split()])
+    flags.precision, flags.fp32_devices = "fp32", []
+    return flags
+
+
+def test_the_loss_is_that_of_a2c_by_definition():
+    model, flags = Table(), parse("--reward_clipping none")
+    rows = make_rows(model)
+    outputs = model(rows, ())[0]
+    log_policy = outputs["policy_logits"].log_softmax(-1)
+    values, total, count = outputs["baseline"], 0.0, 0
+    T, N = len(values) - 1, values.shape[1]
+    for i in range(N):
+        target = values[T, i].item()  # the return from row t on, or what the baseline says of it
+        for t in reversed(range(T)):
+            if rows["truncated"][t, i]:
+                target = values[t, i].item()
+                continue
+            going_on = 0 if rows["done"][t + 1, i] else flags.discounting
+            target = rows["reward"][t + 1, i].item() + going_on * target
+            advantage = target - values[t, i]
+            log_probs = log_policy[t, i]
+            total = total - log_probs[rows["action"][t + 1, i]] * advantage.detach()
+            total = total + flags.baseline_cost * advantage**2
+            total = total + flags.entropy_cost * (log_probs.exp() * log_probs).sum()
+            count += 1
+    (total / count).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss, metrics = gala.compute_loss(flags, model, rows)
+    loss.backward()
+    assert loss.item() == pytest.approx((total / count).item(), abs=1e-12)
+    assert metrics["steps"] == count
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_the_loss_is_that_of_ppo_as_a2c():
+    model, flags = Table(), parse("--entropy_cost 0.01")
+    rows = make_rows(model)
+    gala.compute_loss(flags, model, rows)[0].backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    arguments = "--gae_lambda 1 --advantage_scaling none --num_epochs 1 --num_minibatches 1"
+    flags = ppo.parser.parse_args(["--disable_cuda", *arguments.split()])
+    flags.continuous = False
+    ppo.check_flags(flags)
+    flags.precision, flags.fp32_devices = "fp32", []
+    model.zero_grad()
+    ppo.compute_loss(flags, model, ppo.prepare(flags, model, rows, ()), ())[0].backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_agents_with_averaged_gradients_are_one_with_all_environments(monkeypatch):
+    model, flags = Table(), parse("--exchange allreduce")
+    rows = make_rows(model)
+    for name in ("truncated", "done"):
+        rows[name][:] = False  # or the parts would have other numbers of transitions
+    halves = [{name: x[:, part] for name, x in rows.items()} for part in (slice(3), slice(3, 6))]
+    gala.compute_loss(flags, model, halves[1])[0].backward()
+    other = gala.flatten(p.grad for p in model.parameters())
+    monkeypatch.setattr(gala.dist, "all_reduce", lambda x: x.add_(other))
+    monkeypatch.setattr(gala.dist, "get_world_size", lambda: 2)
+    model.zero_grad()
+    gala.compute_loss(flags, model, rows)[0].backward()
+    expected = gala.flatten(p.grad for p in model.parameters())
+    model.zero_grad()
+    gala.compute_loss(flags, model, halves[0])[0].backward()
+    gala.average_gradients(model)
+    torch.testing.assert_close(gala.flatten(p.grad for p in model.parameters()), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--message_delay 1", "without --deterministic nobody waits"),
+        ("--agent 4", "--agent is 4, but --num_agents is 4"),
+        ("--env_backend ale_vector", "--env_backend is ale_vector, but gala.py"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(arguments, message):
+    with pytest.raises(FlagError, match=message):
+        gala.check_flags(parse(arguments))
+
+
+def arguments_of(folder, env="CartPole-v1"):
+    where = f"--env {env} --disable_cuda --xpid run --savedir {folder} --num_agents 3"
+    return f"{where} --envs_per_agent 4"
+
+
+def agents_of(folder):
+    """Return the weights of each agent in the newest checkpoint, by name."""
+    saved = load(folder / "run" / "model.tar")["model_state_dict"]
+    agents = [{}, {}, {}]
+    for name, weight in saved.items():
+        if match := re.fullmatch(r"agents\.(\d)\.(.+)", name):
+            agents[int(match[1])][match[2]] = weight
+    return agents
+
+
+def equal(one, other):
+    return all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
+@pytest.mark.whole
+def test_the_program_trains_resumes_evaluates_and_plays(tmp_path):
+    folder = tmp_path / "run"
+    status, output = run(SCRIPT, arguments_of(tmp_path), "--total_steps 5_000 --seed 1")
+    assert status == 0, output
+    step, first = last_step(folder), agents_of(tmp_path)
+    assert step >= 5000 and not equal(first[0], first[1])
+    rows = read_rows(folder)[-1]
+    assert float(rows["consensus_distance"]) > 0 and rows["return_0"] and rows["return_2"]
+    again = "--total_steps 10_000_000 --eval_interval 4000 --num_episodes 2"
+    with Program(SCRIPT, arguments_of(tmp_path), again) as program:
+        program.wait_until(lambda: any(r.get("eval_return_mean") for r in read_rows(folder)))
+        os.kill(program.pid, signal.SIGINT)
+        status, output = program.end()
+        program.wait_for_members()
+    assert status == 130 and f"Resuming {folder} at step {step:,}" in output
+    saved = load(folder / "model.tar")
+    assert saved["step"] == last_step(folder)
+    assert saved["optimizer_state_dict"]["state"][0]["square_avg"].any()
+    for agent in ("", "--agent 1"):
+        mode = f"--mode test --num_episodes 2 --xpid run --savedir {tmp_path} {agent}"
+        status, output = run(SCRIPT, mode)
+        assert status == 0 and "2 games: mean return" in output, output
+
+
+@pytest.mark.whole
+def test_with_allreduce_all_agents_have_the_same_weights(tmp_path):
+    for total in (3000, 6000):  # the second one resumes the first
+        arguments = f"--exchange allreduce --total_steps {total}"
+        status, output = run(SCRIPT, arguments_of(tmp_path), arguments)
+        assert status == 0, output
+        agents = agents_of(tmp_path)
+        assert equal(agents[0], agents[1]) and equal(agents[0], agents[2])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("delay", [0, 1])
+def test_runs_in_step_are_the_same(tmp_path, delay):
+    found = []
+    for name in ("one", "other"):
+        options = f"--deterministic --message_delay {delay} --seed 7 --total_steps 8000"
+        status, output = run(SCRIPT, arguments_of(tmp_path / name), options)
+        assert status == 0, output
+        found.append((agents_of(tmp_path / name), last_step(tmp_path / name / "run")))
+    assert found[0][1] == found[1][1]
+    assert all(equal(*pair) for pair in zip(found[0][0], found[1][0], strict=True))
+    assert not equal(found[0][0][0], found[0][0][1])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("exchange", ["gossip", "allreduce"])
+def test_an_agent_that_stands_still_holds_others_up_only_with_allreduce(tmp_path, exchange):
+    gate, folder = tmp_path / "gate", tmp_path / "run"
+    options = f"--exchange {exchange} --total_steps 100_000_000"
+    environ = {"GATE": str(gate), "PYTHONPATH": str(HELPERS)}
+    with Program(SCRIPT, arguments_of(tmp_path, "gate:Gate-v0"), options, **environ) as program:
+        program.wait_until(lambda: last_step(folder) > 2000)
+        gate.touch()
+        if exchange == "gossip":
+            step = last_step(folder)
+            program.wait_until(lambda: last_step(folder) > step + 4000)
+        else:
+            # Two rows in a row without a step: the others wait.
+            def stand_still():
+                steps = [row["step"] for row in read_rows(folder)[-2:]]
+                return len(set(steps)) == 1
+
+            program.wait_until(stand_still)
+        gate.unlink()
+        step = last_step(folder)
+        program.wait_until(lambda: last_step(folder) > step + 2000)
+        os.kill(program.pid, signal.SIGTERM)
+        status, output = program.end()
+        assert status == 128 + signal.SIGTERM, output
+        program.wait_for_members()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("exchange", ["gossip", "allreduce"])
+def test_a_killed_agent_is_replaced_or_ends_a_run_in_step(tmp_path, exchange):
+    folder = tmp_path / "run"
+    options = f"--exchange {exchange} --total_steps 100_000_000"
+    with Program(SCRIPT, arguments_of(tmp_path), options) as program:
+        program.wait_until(lambda: last_step(folder) > 2000)
+        agents = [pid for pid in program.members("forkserver") if is_agent(pid)]
+        os.kill(agents[0], signal.SIGKILL)
+        if exchange == "gossip":
+            program.wait_until(lambda: "died and is replaced" in program.output)
+            step = last_step(folder)
+            program.wait_until(lambda: last_step(folder) > step + 4000)
+            os.kill(program.pid, signal.SIGTERM)
+        status, output = program.end(60)
+        program.wait_for_members()
+    assert status == (128 + signal.SIGTERM if exchange == "gossip" else 1), output
+    assert exchange == "gossip" or "died, for which the others wait" in output
+    assert load(folder / "model.tar")["step"] > 0
+
+
+def is_agent(pid):
+    """Return whether a process computes: the fork server itself sleeps."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return int(fields[11]) > 100  # ticks in user mode
