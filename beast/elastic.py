@@ -5,20 +5,25 @@ Each is started by itself. Before every update torchft's lighthouse, a small ser
 them on who takes part: the quorum. One whose step is behind, as it is new or has missed an update,
 first gets weights, optimizer and counts from one that has made it, and gives no gradient of its old
 weights. Then all sum what they have (exchange.py), and each commits the update, unless it saw an
-error: then it tries again with its batch in the next quorum, or, if another one has committed
-meanwhile, gets that one's weights, which its batch may be in. So no batch counts twice.
+error: then it tries again with its batch in the next quorum. If another one has committed
+meanwhile, it takes the weights of that one; its batch may already be part of them, so it is
+dropped. So no batch counts twice.
 
 The oldest learner of the quorum writes logs and checkpoints. Sums go over the CPU, on GPUs, too;
 what stands here was not run with GPUs.
 """
 
+import copy
 import datetime
+import hashlib
+import http.server
 import importlib.util
 import logging
 import os
 import re
 import socket
 import time
+import warnings
 
 import torch.distributed as dist
 
@@ -26,10 +31,12 @@ from beast import learner_group
 from beast.checkpoint import NOT_RESUMED
 from beast.errors import EnvError, FlagError
 from beast.exchange import Exchange, describe_net, refuse_difference
+from beast.randomness import seed_generators
 from beast.run_folder import run_git
 from beast.starvation import Starvation
 from beast.torchrun import check_flags
 
+INSTALL = "pip install torchft==0.2.0"
 TIMEOUT = 20  # seconds after which the others go on without one that is lost or hangs
 SUM_TIMEOUT = 5  # of which for a sum, or to find the others: there may be several in a row
 # Seconds that the lighthouse waits for a learner that lives, but has not asked for a quorum. With
@@ -40,9 +47,9 @@ QUORUM_TIMEOUT = JOIN_TIMEOUT + 5  # seconds for an answer of the lighthouse
 MAX_FAILURES = 20  # exchanges in a row
 # Flags in which learners of one policy may differ, as they are about a machine.
 OWN_FLAGS = (
-    *("savedir", "seed", "rank", "num_actors", "num_servers", "server_addresses", "batch_size"),
-    *("envs_per_actor", "envs_per_stream", "num_learner_threads", "num_inference_threads"),
-    *("max_learner_queue_size", "stall_timeout_s"),
+    *("env", "savedir", "seed", "rank", "num_actors", "num_servers", "server_addresses"),
+    *("batch_size", "envs_per_actor", "envs_per_stream", "num_learner_threads"),
+    *("num_inference_threads", "max_learner_queue_size", "stall_timeout_s"),
 )
 
 
@@ -61,6 +68,8 @@ def join_group(flags):
             f"(TORCHELASTIC_RUN_ID is {os.environ['TORCHELASTIC_RUN_ID']}): use one of the two"
         )
     check_flags(flags, "with --elastic")
+    if flags.wandb:
+        raise FlagError("--wandb is for one learner: leave it out with --elastic")
     if flags.xpid is None:
         raise FlagError("--elastic needs --xpid NAME, the same for all learners of the run")
     if flags.seed is not None:
@@ -72,16 +81,15 @@ def join_group(flags):
     if not match:
         raise FlagError(f"--elastic is {flags.elastic!r}, but should be HOST:PORT of a lighthouse")
     if importlib.util.find_spec("torchft") is None:
-        raise FlagError("--elastic needs a package that is not installed: pip install torchft")
-    try:
-        socket.create_connection((match[1].strip("[]"), int(match[2])), SUM_TIMEOUT).close()
-    except (OSError, OverflowError) as error:
+        raise FlagError(f"--elastic needs a package that is not installed: {INSTALL}")
+    group = ElasticGroup(match[1].strip("[]"), int(match[2]))
+    if not group.lighthouse_answers():
         raise FlagError(
-            f"no lighthouse answers at --elastic {flags.elastic} ({error}): start one there with "
+            f"no lighthouse answers at --elastic {flags.elastic}: start one there with "
             f"torchft_lighthouse {LIGHTHOUSE_OPTIONS} --bind [::]:{match[2]}"
-        ) from None
-    group = ElasticGroup(flags.elastic)
-    group.check_same("commit", run_git("rev-parse", "HEAD"))
+        )
+    changes = hashlib.sha256((run_git("diff", "HEAD") or "").encode()).hexdigest()[:8]
+    group.check_same("commit", f"{run_git('rev-parse', 'HEAD')} with changes {changes}")
     learner_group.set_current(group)
     return group
 
@@ -108,8 +116,8 @@ class ElasticGroup:
 
     by_torchrun = False
 
-    def __init__(self, lighthouse):
-        self._lighthouse = lighthouse
+    def __init__(self, host, port):
+        self._lighthouse, self._is_stopping = (host, port), False
         self.name = f"{socket.gethostname()}-{os.getpid()}"
         self.rank, self.size = None, 1
         self.exchange, self.starvation = Exchange(), Starvation()
@@ -126,6 +134,9 @@ class ElasticGroup:
     def share_state(self, learner):
         self.check_same("net", describe_net(learner.model))
         self.check_same("device", learner.device.type)
+        self.check_same("optimizer", type(learner.optimizer).__name__)
+        # A checkpoint that several resume has one state for all, and so the same action noise.
+        seed_generators([int.from_bytes(os.urandom(8), "little")])
         self._learner = learner
         self.exchange.remember_buffers(learner.model)
 
@@ -141,11 +152,12 @@ class ElasticGroup:
         """
         if self._manager is None:
             self.exchange.layout = self.exchange.layout_of(metrics)
+            self.check_same("metrics", self.exchange.layout)
             self._join()
         device = self._learner.device
         for _ in range(MAX_FAILURES):
             if self._start_quorum():
-                metrics = {}  # of weights that are no more
+                metrics = {}  # computed with the old weights
                 self.exchange.forget_returns()
                 self.exchange.remember_buffers(model)
                 for parameter in model.parameters():
@@ -154,6 +166,11 @@ class ElasticGroup:
             self._manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM).wait()
             if self._manager.should_commit():
                 return self.exchange.unpack(model, tensor.to(device), self.size)
+            if self._is_stopping:  # without this batch
+                for parameter in model.parameters():
+                    parameter.grad = None
+                self.exchange.num_batches = 0
+                return {"steps": 0}
         raise EnvError(
             f"{MAX_FAILURES} exchanges with other learners in a row have failed: can the machines "
             "reach each other by their host names, on all ports?"
@@ -164,44 +181,63 @@ class ElasticGroup:
         os.environ.setdefault("RUST_LOG", "error")
         from torchft import Manager, ProcessGroupGloo  # here, since few have it
 
+        # What they report is no error here, or is reported here.
         for name in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # of what goes on here anyway
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        http.server.BaseHTTPRequestHandler.log_message = lambda *_: None
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
         timeout, host = datetime.timedelta(seconds=TIMEOUT), socket.gethostname()
         sum_timeout = datetime.timedelta(seconds=SUM_TIMEOUT)
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._manager = Manager(
-            ProcessGroupGloo(timeout=sum_timeout),
-            self._heal,
-            self._state,
-            min_replica_size=1,
-            use_async_quorum=False,
-            timeout=timeout,
-            quorum_timeout=datetime.timedelta(seconds=QUORUM_TIMEOUT),
-            rank=0,
-            world_size=1,
-            store_addr=host,
-            store_port=self._store.port,
-            lighthouse_addr=f"http://{self._lighthouse}",
-            # Ranks follow from the names, so the oldest learner is the first.
-            replica_id=f"{time.time():017.6f}-{self.name}",
-        )
+        lighthouse = "{}:{}".format(*self._lighthouse)
+        try:
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self._manager = Manager(
+                ProcessGroupGloo(timeout=sum_timeout),
+                self._heal,
+                self._state,
+                min_replica_size=1,
+                use_async_quorum=False,
+                timeout=timeout,
+                quorum_timeout=datetime.timedelta(seconds=QUORUM_TIMEOUT),
+                connect_timeout=sum_timeout,
+                rank=0,
+                world_size=1,
+                store_addr=host,
+                store_port=self._store.port,
+                lighthouse_addr=f"http://{lighthouse}",
+                # Ranks follow from the names, so the oldest learner is the first.
+                replica_id=f"{time.time():017.6f}-{self.name}",
+            )
+        except Exception as error:  # of several kinds, from a library in another language
+            raise EnvError(
+                f"cannot join others by the lighthouse at {lighthouse}, as {host}: {error!r}"
+            ) from error
 
     def _start_quorum(self):
         """Find out who takes part; return whether this learner got another one's state."""
-        self._is_healed = False
-        try:
-            self._manager.start_quorum()
-        except FlagError:
-            raise
-        except Exception as error:  # of several kinds, from a library in another language
-            raise EnvError(
-                f"the lighthouse at {self._lighthouse} has not answered, so this learner ends "
-                f"({str(error).splitlines()[0]})"
-            ) from error
+        self._is_healed, is_waiting = False, True
+        while is_waiting:
+            try:
+                self._manager.start_quorum()
+                is_waiting = False
+            except (EnvError, FlagError):
+                raise
+            except Exception as error:  # of several kinds, as above
+                # There is none while half of the learners or more are alive, but do not ask for it.
+                is_late = isinstance(error, TimeoutError) and not self._is_stopping
+                if not (is_late and self.lighthouse_answers()):
+                    raise EnvError(
+                        "the lighthouse at {}:{} has not answered, so this learner ends ".format(
+                            *self._lighthouse
+                        )
+                        + repr(error)
+                    ) from error
+                logging.warning("No quorum for %d s: other learners are silent", QUORUM_TIMEOUT)
+                self._manager._quorum_future = None  # or it would raise the same error again
         before, self.size = self.size, self._manager.num_participants()
         self.rank = self._manager.participating_rank()
         if self.size != before:
-            logging.info("%d learners take part now", self.size)
+            logging.info("%d learners take part now; this is %d of them", self.size, self.rank)
         return self._is_healed
 
     def _state(self):
@@ -212,7 +248,17 @@ class ElasticGroup:
             refuse_difference(
                 what, ("of this learner", self._facts.get(what)), ("of the others", value)
             )
-        self._learner.load_state(received["state"])
+        step, own_step = received["state"]["stats"]["step"], self._learner.step
+        if step < own_step:
+            logging.error(
+                "This learner was at step %s, the others are at %s: it goes on from there",
+                *(f"{own_step:,}", f"{step:,}"),
+            )
+        try:
+            # A copy, since what was received lies in memory that nobody must write to.
+            self._learner.load_state(copy.deepcopy(received["state"]))
+        except Exception as error:
+            raise EnvError(f"cannot take the state of another learner: {error!r}") from error
         self._is_healed = True
         logging.info("Took weights and counts from another learner")
 
@@ -222,7 +268,16 @@ class ElasticGroup:
 
     def ask_to_stop(self, stop):
         """Stop this learner alone."""
+        self._is_stopping = True
         stop.set()
+
+    def lighthouse_answers(self):
+        """Return whether something accepts connections there."""
+        try:
+            socket.create_connection(self._lighthouse, SUM_TIMEOUT).close()
+        except (OSError, OverflowError):
+            return False
+        return True
 
     def batch_in_hand(self):
         return self.starvation.batch_in_hand()

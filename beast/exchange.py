@@ -129,6 +129,11 @@ class Exchange:
         for returns in (*self._returns, *self._shared_returns):
             returns.clear()
 
+    def add_returns(self, *returns):
+        """Have returns of episodes and games, lists, go to the others with the next exchange."""
+        for pending, new in zip(self._returns, returns, strict=True):
+            pending += new
+
     def share_returns(self, *returns):
         """Return returns of episodes and games that ended at any learner: lists.
 
@@ -144,8 +149,7 @@ class Exchange:
                 "docs/learners.md shows: start it as the only one"
             )
         self._has_unpacked = False
-        for pending, new in zip(self._returns, returns, strict=True):
-            pending += new
+        self.add_returns(*returns)
         shared, self._shared_returns = self._shared_returns, ([], [])
         return shared
 
@@ -160,7 +164,7 @@ def refuse_difference(what, *learners):
     """Raise a FlagError where two learners do not have the same.
 
     Args:
-      what: it is.
+      what: the name of what is compared.
       learners: for each of the two, who it is and what it has, a text or a dict.
     """
     (first, a), (second, b) = learners

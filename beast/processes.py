@@ -9,6 +9,7 @@ import multiprocessing.resource_tracker
 import os
 import signal
 import threading
+import time
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOG_FORMAT = "[%(levelname)s %(asctime)s %(process)d] %(message)s"
@@ -17,6 +18,39 @@ HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)  # which a new process is not 
 
 def start_logging():
     logging.basicConfig(format=LOG_FORMAT, level=logging.INFO)
+
+
+class StopSignals:
+    """Catches Ctrl-C and SIGTERM; one that comes more than a second later ends the process at once.
+
+    Within the second it is the same one again: make and timeout send it to the process and to its
+    group.
+
+    Args:
+      announce: called with the name of the first one, in a thread, since the main one may be
+        holding the very locks that this needs.
+
+    Attributes:
+      first: the first one that came, or None.
+    """
+
+    def __init__(self, announce):
+        self._announce, self.first = announce, None
+
+    def catch(self):
+        self._handlers = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+
+    def restore(self):
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number, _):
+        if self.first is None:
+            self.first, self.time = signal.Signals(number), time.monotonic()
+            threading.Thread(target=self._announce, args=(self.first.name,)).start()
+        elif time.monotonic() > self.time + 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
 
 @contextlib.contextmanager

@@ -10,16 +10,14 @@ return run.exit_status
 
 import datetime
 import logging
-import os
 import pprint
-import signal
 import threading
 import time
 from collections import deque
 
 from beast import bad_batch, checkpoint, diagnostics, energy, learner_group, metrics
 from beast.errors import EnvError, FlagError
-from beast.processes import STOP_SIGNALS
+from beast.processes import StopSignals
 from beast.profiler import UpdateProfiler
 from beast.run_folder import LearnerLog, RunFolder
 from beast.waits import Stopwatch, WaitFractions
@@ -57,7 +55,7 @@ class Run:
         self._frames = getattr(flags, "frames_per_step", 1)  # a step
         self.stop = threading.Event()
         self.exit_status = 0
-        self._signals = []  # that were caught
+        self._signals = StopSignals(self._announce_stop)
         self._system = None
         self._updates = []  # metrics of those since the last tick; the learner's lock guards them
         self._lags = []  # of the rollouts since the last tick, in updates; likewise
@@ -72,11 +70,11 @@ class Run:
         self._folder = LearnerLog(self._flags, name) if name else None
         self._group.from_rank_0(self._open_folder)
         self.path = self._folder.path
-        self._handlers = {n: signal.signal(n, self._handle_signal) for n in STOP_SIGNALS}
+        self._signals.catch()
         try:
             self._start()
         except BaseException as error:
-            self._restore_handlers()
+            self._signals.restore()
             self._folder.close("", error)
             raise
         return self
@@ -110,11 +108,11 @@ class Run:
         self.stop.set()
         self.watchdog.close()
         self._group.leave()
-        self._take_folder()
-        if self._folder.evaluations:
-            self._folder.evaluations.close()
         status, failure = "ended", ""
         try:
+            self._take_folder(at_end=isinstance(error, EnvError))
+            if self._folder.evaluations:
+                self._folder.evaluations.close()
             if self._folder.checkpoints:
                 if error is None or isinstance(error, EnvError):  # what was learned is good
                     self._folder.checkpoints.save(self._learner)
@@ -124,27 +122,41 @@ class Run:
             if failure and error is None:
                 status = f"ended, but {failure}"
         finally:
-            if self._signals:
-                status = status.replace("ended", f"stopped by {self._signals[0].name}", 1)
+            if self._signals.first:
+                status = status.replace("ended", f"stopped by {self._signals.first.name}", 1)
                 # To torchrun any other status than 0 is a failure, after which it starts all anew.
-                self.exit_status = 0 if self._group.by_torchrun else 128 + self._signals[0]
-            self._restore_handlers()
+                self.exit_status = 0 if self._group.by_torchrun else 128 + self._signals.first
+            self._signals.restore()
             self._folder.close(status, error)
         if failure and error is None:
             raise FlagError(failure)
 
-    def _take_folder(self):
-        """Go on with the run's folder where that is this learner's, but was another one's."""
-        if self._folder.checkpoints or self._group.rank != 0:
+    def _take_folder(self, at_end=False):
+        """Go on with the run's folder where that is this learner's, but was another one's.
+
+        Args:
+          at_end: whether all learners end at once: then it is whose who has newer weights.
+        """
+        if self._folder.checkpoints or self._group.by_torchrun:
             return
+        if self._group.rank != 0:
+            self._folder_failure = ""
+            if not at_end or self._group.rank is None:
+                return
+        folder = None
         try:
+            saved = checkpoint.load(self._flags) if at_end else None
+            if saved is not None and saved["step"] >= self._learner.step:
+                return
             folder = RunFolder(self._flags)
+            folder.start(self._learner)
         except FlagError as error:  # the other one may be stopped, or about to end
+            if folder is not None:
+                folder.close("")
             if not self._folder_failure:
                 logging.error("This learner cannot write logs and checkpoints: %s", error)
             self._folder_failure = f"nothing was saved: {error}"
             return
-        folder.start(self._learner)
         self._folder_failure = ""
         self._folder.close("")
         self._folder = folder
@@ -189,6 +201,11 @@ class Run:
             )
             version = self._learner.weights.version - 1  # that was learned from
             self._lags += [version - v for v in batch.policy_versions]
+        if self._group.starvation is not None and not self._group.exchange.num_batches:
+            self._group.exchange.add_returns(
+                *returns
+            )  # its batch was dropped, and there is no other
+            return
         self._learner.count(int(update["steps"]), *self._group.share_returns(*returns))
         if metrics.is_finite(update):
             self._learner.stats["skipped_in_a_row"] = 0
@@ -197,7 +214,7 @@ class Run:
             self._skip(update, batch)
         if self._flags.write_profiler_trace:
             self._profiler.count_update()
-        if self._group.exchange.has_to_stop and not self._signals:
+        if self._group.exchange.has_to_stop and not self._signals.first:
             logging.info("Another learner asks to stop: ending")
         if self._learner.step >= self._flags.total_steps or self._group.exchange.has_to_stop:
             self.stop.set()
@@ -309,25 +326,6 @@ class Run:
     def _silences(self):
         return self._system.silences() if self._system else []
 
-    def _restore_handlers(self):
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def _handle_signal(self, number, _):
-        """Stop the run. A signal that comes more than a second later ends the process at once.
-
-        Within the second it is the same one again: make and timeout send it to the process and to
-        its group.
-        """
-        self._signals.append(signal.Signals(number))
-        if len(self._signals) == 1:
-            self._signal_time = time.monotonic()
-            # In a thread, since the main one may be holding the very locks that this needs.
-            threading.Thread(target=self._announce_stop).start()
-        elif time.monotonic() > self._signal_time + 1:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    def _announce_stop(self):
+    def _announce_stop(self, name):
         self._group.ask_to_stop(self.stop)
-        logging.info("Caught %s: ending", self._signals[0].name)
+        logging.info("Caught %s: ending", name)

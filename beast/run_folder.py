@@ -183,7 +183,8 @@ class LearnerLog:
     def close(self, status, error=None):
         if error is not None:
             logging.getLogger().critical("The run failed", exc_info=error)
-        logging.info("%s", status or "ended")
+        if status:
+            logging.info("%s", status)
         logging.getLogger().removeHandler(self._out)
         self._out.close()
 

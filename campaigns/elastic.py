@@ -70,7 +70,7 @@ def run_member(name, number, folder, arguments):
             "time": time.time(),
             "exchange": group._manager.current_step(),
             "rank": group.rank,
-            "state": digest(model, optimizer),
+            "state": digest(model, optimizer, group._learner.stats),
             "batches": sorted(batches),
             "steps": int(metrics["steps"]),
         }
@@ -82,9 +82,9 @@ def run_member(name, number, folder, arguments):
     program.run_program(lambda: program.main(arguments))
 
 
-def digest(model, optimizer):
-    """Return a hash of the weights, and of what the optimizer knows of them."""
-    result = hashlib.sha256()
+def digest(model, optimizer, stats):
+    """Return a hash of the weights, of what the optimizer knows of them, and of all counts."""
+    result = hashlib.sha256(json.dumps([stats, optimizer.param_groups[0]["lr"]]).encode())
     for weight in model.parameters():
         result.update(weight.detach().numpy().tobytes())
         result.update(optimizer.state[weight]["square_avg"].numpy().tobytes())

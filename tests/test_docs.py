@@ -12,7 +12,14 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("benchmarks", "campaigns", "docs", "examples", "results")
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md"]
 PAGES += [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
-PROGRAMS = ("monobeast.py", "polybeast.py", "polybeast_env.py", "ppo.py", "beast/plot.py")
+PROGRAMS = (
+    "monobeast.py",
+    "polybeast.py",
+    "polybeast_env.py",
+    "ppo.py",
+    "gala.py",
+    "beast/plot.py",
+)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 

@@ -4,15 +4,16 @@
 import importlib.util
 import re
 import socket
+import threading
 
 import pytest
+import torch
 from program import HELPERS, ROOT, Program, last_step, run
-from small_run import create_parser
+from small_run import create_learner, create_parser, parse
 
+from beast.elastic import ElasticGroup
 from beast.errors import FlagError
 from beast.flags import parse_flags
-
-pytest.importorskip("torchft")
 
 CATCH = "--env Catch --disable_cuda --num_actors 1 --envs_per_actor 4 --batch_size 4"
 
@@ -24,6 +25,7 @@ CATCH = "--env Catch --disable_cuda --num_actors 1 --envs_per_actor 4 --batch_si
     ["--kills 3 --learners 3 --program polybeast", "--kills 1 --learners 2 --target lighthouse"],
 )
 def test_learners_stay_one_policy_whoever_is_killed(options):
+    pytest.importorskip("torchft")
     # It sees for itself that everything is as it should be.
     status, output = run(ROOT / "campaigns" / "elastic.py", "--seed 1", options)
     assert status == 0 and "| failures | 0 |" in output, output
@@ -32,8 +34,7 @@ def test_learners_stay_one_policy_whoever_is_killed(options):
 @pytest.fixture
 def lighthouse():
     """The address of a lighthouse."""
-    from torchft.coordination import LighthouseServer
-
+    LighthouseServer = pytest.importorskip("torchft.coordination").LighthouseServer
     server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=5000)
     yield f"localhost:{server.address().rpartition(':')[2]}"
     server.shutdown()
@@ -53,6 +54,81 @@ def test_a_learner_with_other_flags_is_refused_and_the_others_go_on(tmp_path, li
         first.wait_until(lambda: last_step(tmp_path / "run") > step + 1000)
 
 
+class Member:
+    """A learner of a group that comes and goes, whose gradients are all `value`."""
+
+    def __init__(self, tmp_path, lighthouse, value, **metrics):
+        host, _, port = lighthouse.partition(":")
+        self.group, self.value = ElasticGroup(host, int(port)), value
+        self.metrics = {"steps": float(value)} | metrics
+        self.learner = create_learner(parse(tmp_path))
+        self.group.share_state(self.learner)
+
+    def sum(self):
+        """Return how many learners took part, the sum of gradients, and that of steps."""
+        model = self.learner.model
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, self.value)
+        steps = self.group.sum(model, self.metrics)["steps"]
+        gradients = {g for p in model.parameters() for g in p.grad.flatten().tolist()}
+        return self.group.size, gradients, float(steps)
+
+
+def run_beside(function):
+    """Call a function in a thread; return that, and a list that gets its result and its error."""
+    results = []
+
+    def call():
+        try:
+            results.append((function(), None))
+        except Exception as error:
+            results.append((None, error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread, results
+
+
+@pytest.mark.whole
+def test_what_a_newcomer_computed_with_old_weights_counts_for_nothing(tmp_path, lighthouse):
+    first, other = (Member(tmp_path, lighthouse, value) for value in (1, 100))
+    assert first.sum() == (1, {1.0}, 1.0)
+    with torch.no_grad():
+        other.learner.model.weight += 1
+    thread, results = run_beside(lambda: [other.sum() for _ in range(3)])
+    sums = []
+    while [size for size, _, _ in sums].count(2) < 3:
+        sums.append(first.sum())
+    together = [s for s in sums if s[0] == 2]
+    assert together == [(2, {1.0}, 1.0), (2, {101.0}, 101.0), (2, {101.0}, 101.0)]
+    thread.join(60)
+    assert results == [(together, None)]
+    assert torch.equal(first.learner.model.weight, other.learner.model.weight)
+    for member in (first, other):
+        member.group.leave()
+
+
+@pytest.mark.whole
+def test_a_newcomer_with_other_metrics_is_refused_and_harms_nobody(tmp_path, lighthouse):
+    first, other = Member(tmp_path, lighthouse, 1), Member(tmp_path, lighthouse, 1, more=2.0)
+    assert first.sum() == (1, {1.0}, 1.0)
+
+    def join_and_leave():  # as Run does where there is an error
+        try:
+            other.sum()
+        finally:
+            other.group.leave()
+
+    thread, results = run_beside(join_and_leave)
+    while thread.is_alive():
+        assert first.sum() == (1, {1.0}, 1.0)
+    ((_, error),) = results
+    assert isinstance(error, FlagError)
+    assert "the metrics of this learner is {'more': 1}" in str(error)
+    assert first.sum() == (1, {1.0}, 1.0)
+    first.group.leave()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -61,10 +137,15 @@ def test_a_learner_with_other_flags_is_refused_and_the_others_go_on(tmp_path, li
         ("--xpid run --mode test", "--mode test is for one process: it does not work with"),
         ("--xpid run --write_profiler_trace", "leave it out with --elastic"),
         ("--xpid run --elastic nowhere", "is 'nowhere', but should be HOST:PORT"),
-        ("--xpid run", "no lighthouse answers at --elastic localhost:1 "),
+        ("--xpid run --wandb", "--wandb is for one learner: leave it out with --elastic"),
+        ("--xpid run", "no lighthouse answers at --elastic localhost:1:"),
     ],
 )
-def test_what_does_not_go_with_elastic_is_refused_by_name(tmp_path, arguments, message):
+def test_what_does_not_go_with_elastic_is_refused_by_name(
+    tmp_path, monkeypatch, arguments, message
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torchft" or find(name))
     check_refused(tmp_path, arguments, message)
 
 
@@ -87,4 +168,4 @@ def test_without_the_package_one_line_says_what_to_install(tmp_path, monkeypatch
     )
     with socket.create_server(("localhost", 0)) as server:
         arguments = f"--xpid run --elastic localhost:{server.getsockname()[1]}"
-        check_refused(tmp_path, arguments, "not installed: pip install torchft")
+        check_refused(tmp_path, arguments, "not installed: pip install torchft==")

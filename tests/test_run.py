@@ -203,7 +203,7 @@ def test_a_stop_signal_ends_the_run_with_a_checkpoint_and_its_status(tmp_path, n
         record(run)
         os.kill(os.getpid(), number)
         assert run.stop.wait(60)
-        run._signal_time += 60  # the next one comes soon after, however slow this machine is
+        run._signals.time += 60  # the next one comes soon after, however slow this machine is
         os.kill(os.getpid(), number)  # as make and timeout do; this does not end the process
         wait_until(lambda: f"Caught {number.name}: ending" in caplog.messages)
     assert run.exit_status == 128 + number
@@ -220,7 +220,7 @@ flags = parse(sys.argv[1])
 with Run(flags, create_learner(flags)) as run:
     os.kill(os.getpid(), signal.SIGTERM)
     run.stop.wait()
-    run._signal_time -= 60
+    run._signals.time -= 60
     os.kill(os.getpid(), signal.SIGINT)
     signal.pause()
 """
