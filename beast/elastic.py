@@ -282,7 +282,7 @@ class ElasticGroup:
     def batch_in_hand(self):
         return self.starvation.batch_in_hand()
 
-    def leave(self):
+    def leave(self, is_over=True):
         """Leave the group: the others go on."""
         if self._manager is not None:
             self._manager.shutdown()

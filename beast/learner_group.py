@@ -52,7 +52,7 @@ class Alone:
     def ask_to_stop(self, stop):
         stop.set()
 
-    def leave(self):
+    def leave(self, is_over):
         pass
 
     def batch_in_hand(self):
@@ -204,8 +204,11 @@ class LearnerGroup:
     def batch_in_hand(self):
         return self.starvation.batch_in_hand()
 
-    def leave(self):
-        """Leave the group, when the last update is made: torchrun's ends with its processes."""
+    def leave(self, is_over):
+        """Leave the group; where the run is over, wait until all have got the last sum."""
+        if is_over:
+            with contextlib.suppress(RuntimeError):
+                dist.barrier(group=self._objects)
 
 
 def _machine():

@@ -107,7 +107,7 @@ class Run:
     def __exit__(self, error_type, error, traceback):
         self.stop.set()
         self.watchdog.close()
-        self._group.leave()
+        self._group.leave(is_over=error is None)
         status, failure = "ended", ""
         try:
             self._take_folder(at_end=isinstance(error, EnvError))

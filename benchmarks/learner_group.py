@@ -84,6 +84,7 @@ def measure(arguments):
     for _ in range(options.updates):
         update()
     seconds = (time.perf_counter() - begin) / options.updates
+    ranks.leave(is_over=True)
     if ranks.rank == 0:
         print(json.dumps([seconds, exchange / options.updates]), flush=True)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole games with a checkpoint: which are counted, how a result is described, and evaluations."""
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -372,7 +373,9 @@ class Training:
         arguments = ["--savedir", str(tmp_path), "--xpid", "run", "--eval_interval", str(interval)]
         self.folder = tmp_path / "run"
         self.folder.mkdir(exist_ok=True)
-        self.learner = types.SimpleNamespace(lock=threading.Lock(), model=torch.nn.Linear(2, 2))
+        self.learner = types.SimpleNamespace(
+            lock=threading.Lock(), hold=contextlib.nullcontext, model=torch.nn.Linear(2, 2)
+        )
         self.evaluations = BackgroundEvaluation(monobeast.parser.parse_args(arguments), step)
 
     def __enter__(self):
