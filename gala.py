@@ -27,7 +27,6 @@ import copy
 import functools
 import types
 import warnings
-from collections import deque
 
 import ale_py
 import gymnasium as gym
@@ -41,6 +40,7 @@ import vtrace
 from beast import evaluate
 from beast.agents import Agents
 from beast.collect import collect
+from beast.consensus import Consensus, flatten
 from beast.environments import Environments, try_out
 from beast.errors import FlagError
 from beast.flags import add_run_flags, parse_flags, run_program
@@ -298,11 +298,6 @@ def average_gradients(model):
         parameter.grad.copy_(part.view_as(parameter))
 
 
-@torch.no_grad()
-def flatten(tensors):
-    return torch.cat([x.detach().flatten() for x in tensors])
-
-
 def find_in_peers(topology, agent, num_agents):
     """Return from whom an agent gets weights."""
     if topology == "ring":
@@ -356,47 +351,6 @@ class Mailboxes:
         return matrix
 
 
-class Consensus:
-    """How far the agents' weights are apart, and how alike their gradients are.
-
-    consensus_distance is the Frobenius norm of all agents' weights, mixed, less their mean;
-    consensus_bound is the bound of Proposition 1, as a recursion. It holds with --deterministic and
-    without delay; else it is an indication, as is the distance, which is of the newest messages.
-    """
-
-    def __init__(self, mailboxes, message, gradients):
-        self._mailboxes, self._message, self._gradients = mailboxes, message, gradients
-        self._matrix = mailboxes.matrix()
-        self._beta = torch.linalg.svdvals(self._matrix)[1:2].sum().item()  # the second, if any
-        self._norms = [deque() for _ in mailboxes.weights]  # of updates whose round is not complete
-        self.bound = 0.0
-
-    def count(self, agent, update_norm):
-        """Count an update of an agent, by how far it has moved the weights."""
-        self._norms[agent].append(update_norm)
-        if all(self._norms):
-            squares = sum(norms.popleft() ** 2 for norms in self._norms)
-            self.bound = self._beta * (self.bound + squares**0.5)
-
-    def distance(self):
-        messages = []
-        for weights in self._mailboxes.weights:
-            weights.load_into(self._message)
-            messages.append(flatten(self._message.parameters()))
-        mixed = self._matrix.to(messages[0]) @ torch.stack(messages)
-        return (mixed - mixed.mean(0)).norm().item()
-
-    def metrics(self):
-        directions, in_peers = F.normalize(self._gradients, dim=1), self._mailboxes.in_peers
-        cosines, pairs = (directions @ directions.T).tolist(), {"peers": [], "others": []}
-        for agent in range(len(in_peers)):
-            for other in range(agent):
-                are_peers = other in in_peers[agent] or agent in in_peers[other]
-                pairs["peers" if are_peers else "others"].append(cosines[agent][other])
-        metrics = {f"gradient_cosine_{k}": sum(v) / len(v) if v else None for k, v in pairs.items()}
-        return metrics | {"consensus_distance": self.distance(), "consensus_bound": self.bound}
-
-
 class Population(nn.Module):
     """The nets of all agents, of which one answers: `agent`, or that with the best returns."""
 
@@ -447,8 +401,9 @@ def learn_alone(flags, link, sample, net, shared_states, mailboxes, gradients, p
     optimizer = create_optimizer(flags, model)
     state, in_peers = state_of(model, optimizer), mailboxes.in_peers[agent]
     torch._foreach_copy_(state, shared_states[agent])
-    if link.is_replacement and in_peers:
-        mailboxes.weights[in_peers[0]].load_into(model)
+    if link.is_replacement:
+        source = in_peers[0] if flags.exchange == "gossip" and in_peers else agent
+        mailboxes.weights[source].load_into(model)
     if flags.exchange == "allreduce":
         store = dist.TCPStore("localhost", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=agent, world_size=flags.num_agents)
@@ -544,8 +499,11 @@ def train(flags):
         net = copy.deepcopy(nets[0])
         gradients = torch.zeros(len(nets), flatten(net.parameters()).numel()).share_memory_()
         consensus = Consensus(mailboxes, copy.deepcopy(net), gradients)
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        arguments = rows | outputs, net, states, mailboxes, gradients, store.port
+        port = None
+        if flags.exchange == "allreduce":
+            store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            port = store.port
+        arguments = rows | outputs, net, states, mailboxes, gradients, port
         in_step = flags.exchange == "allreduce" or flags.deterministic
         agents = Agents(
             flags, start_fork_server(), learn_alone, arguments, in_step, run.first_step,

@@ -134,8 +134,10 @@ class Agents:
 
     def _as_they_come(self):
         while not (self._is_over and all(self._held)):
-            sources = {pipe: agent for agent, pipe in enumerate(self._pipes)}
-            sources |= {process.sentinel: agent for agent, process in enumerate(self._processes)}
+            # One that is held for good, or has died then, says nothing more.
+            agents = [i for i, held in enumerate(self._held) if not (held and self._is_over)]
+            sources = {self._pipes[agent]: agent for agent in agents}
+            sources |= {self._processes[agent].sentinel: agent for agent in agents}
             wake = [] if self._is_over else [self._wake_reader]
             ready = multiprocessing.connection.wait([*sources, *wake], timeout=0.1)
             for agent in sorted({sources[source] for source in ready if source in sources}):
@@ -272,13 +274,13 @@ class Agents:
             "Agent %d died and is replaced (death %d; %d soon after another, %d end the run): %s",
             *(agent, self._deaths[agent], self._deaths_in_a_row[agent], MAX_DEATHS, cause),
         )
-        self._pipes[agent].close()
         self._updates[agent] = 0
-        if self._is_over:
-            with self._condition:
-                self._held[agent] = True  # for good
-                self._condition.notify_all()
-        self._start(agent)
+        with self._condition:
+            self._held[agent] = self._is_over  # then for good, with what it last left
+            self._condition.notify_all()
+        if not self._is_over:
+            self._pipes[agent].close()
+            self._start(agent)
 
     def _start(self, agent):
         pipe, far_end = multiprocessing.Pipe()

@@ -237,7 +237,7 @@ class ElasticGroup:
         before, self.size = self.size, self._manager.num_participants()
         self.rank = self._manager.participating_rank()
         if self.size != before:
-            logging.info("%d learners take part now; this is %d of them", self.size, self.rank)
+            logging.info("%d learners take part now; this one has rank %d", self.size, self.rank)
         return self._is_healed
 
     def _state(self):
@@ -282,8 +282,8 @@ class ElasticGroup:
     def batch_in_hand(self):
         return self.starvation.batch_in_hand()
 
-    def leave(self, is_over=True):
-        """Leave the group: the others go on."""
+    def leave(self, is_over):
+        """Leave the group: the others go on, whether the run is over here or has failed."""
         if self._manager is not None:
             self._manager.shutdown()
             self._manager = None

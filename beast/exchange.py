@@ -11,7 +11,7 @@ from beast.errors import FlagError
 
 # What a row of the table holds before the metrics: whether the learner has a batch, whether its
 # gradient is not finite, whether it asks to stop; number and sum of returns, of episodes and games.
-OTHERS = 7
+HEADER_SIZE = 7
 
 
 class Exchange:
@@ -19,14 +19,14 @@ class Exchange:
 
     Attributes:
       layout: how many numbers each metric has, by name; None until it is known.
-      num_batches: learners that had a batch in the last sum.
+      num_batches: learners that had a batch in the last sum; None before the first one.
       not_finite: those, by their rows, that gave something that is not finite.
       has_to_stop: whether one of them asked to stop.
     """
 
     def __init__(self):
         self.layout = None
-        self.num_batches, self.not_finite, self.has_to_stop = 0, [], False
+        self.num_batches, self.not_finite, self.has_to_stop = None, [], False
         self._returns = [], []  # of episodes and games that the others do not know yet
         self._shared_returns = [], []  # that sums have brought
         self._has_unpacked = False  # since returns were shared
@@ -73,8 +73,8 @@ class Exchange:
         numbers = [bool(metrics), False, asks_to_stop]
         for returns in self._returns:
             numbers += [len(returns), sum(returns)]
-        row_size = OTHERS + sum(self.layout.values())
-        own = torch.tensor(numbers + [0] * (row_size - OTHERS), dtype=dtype, device=device)
+        row_size = HEADER_SIZE + sum(self.layout.values())
+        own = torch.tensor(numbers + [0] * (row_size - HEADER_SIZE), dtype=dtype, device=device)
         own[1] = ~gradients.isfinite().all()
         if metrics:
             values = {n: torch.as_tensor(v, device=device).flatten() for n, v in metrics.items()}
@@ -83,7 +83,7 @@ class Exchange:
                     f"metrics have to be the same in each update, {list(self.layout)}, but are "
                     f"{list(metrics)}"
                 )
-            own[OTHERS:] = torch.cat([values[name].to(dtype) for name in self.layout])
+            own[HEADER_SIZE:] = torch.cat([values[name].to(dtype) for name in self.layout])
         there = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=device)
         table = torch.zeros(num_rows, row_size, dtype=dtype, device=device)
         table[row] = own
@@ -99,8 +99,8 @@ class Exchange:
         gradients, rest = total.split([sum(sizes), len(total) - sum(sizes)])
         there, table = rest.double().cpu().split([len(sizes), len(rest) - len(sizes)])
         parts = zip(parameters, gradients.split(sizes), there.tolist(), strict=True)
-        for parameter, part, is_there in parts:
-            if not is_there:
+        for parameter, part, has_gradient in parts:
+            if not has_gradient:
                 parameter.grad = None
             elif parameter.grad is None:
                 parameter.grad = part.view(parameter.shape).to(parameter.dtype, copy=True)
@@ -118,7 +118,7 @@ class Exchange:
         for returns, begin in zip(self._shared_returns, (3, 5), strict=True):
             for count, total in table[:, begin : begin + 2].tolist():
                 returns += [total / count] * int(count) if count else []
-        parts = table[:, OTHERS:].split(list(self.layout.values()), dim=1)
+        parts = table[:, HEADER_SIZE:].split(list(self.layout.values()), dim=1)
         return {
             name: part if name == "moments" else part.sum()
             for name, part in zip(self.layout, parts, strict=True)

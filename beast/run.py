@@ -201,10 +201,8 @@ class Run:
             )
             version = self._learner.weights.version - 1  # that was learned from
             self._lags += [version - v for v in batch.policy_versions]
-        if self._group.starvation is not None and not self._group.exchange.num_batches:
-            self._group.exchange.add_returns(
-                *returns
-            )  # its batch was dropped, and there is no other
+        if self._group.exchange.num_batches == 0:  # the only batch was dropped
+            self._group.exchange.add_returns(*returns)
             return
         self._learner.count(int(update["steps"]), *self._group.share_returns(*returns))
         if metrics.is_finite(update):

@@ -46,7 +46,7 @@ SLACK = 2  # seconds by which a stall may be longer than torchft's time-out
 
 def run_member(name, number, folder, arguments):
     """Be a learner; append a line to FOLDER/NUMBER.jsonl after each update."""
-    from beast.exchange import OTHERS, Exchange
+    from beast.exchange import HEADER_SIZE, Exchange
 
     importlib.import_module(FORKS[name])
     program = importlib.import_module(name)
@@ -59,7 +59,7 @@ def run_member(name, number, folder, arguments):
         return loss, metrics | {"member": float(number), "serial": float(next(serials))}
 
     def watched_table(self, table):
-        sizes = list(itertools.accumulate(self.layout.values(), initial=OTHERS))
+        sizes = list(itertools.accumulate(self.layout.values(), initial=HEADER_SIZE))
         first = [sizes[list(self.layout).index(column)] for column in ("member", "serial")]
         batches[:] = [[int(row[i]) for i in first] for row in table.tolist() if row[0]]
         return read_table(self, table)

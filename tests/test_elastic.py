@@ -105,7 +105,7 @@ def test_what_a_newcomer_computed_with_old_weights_counts_for_nothing(tmp_path, 
     assert results == [(together, None)]
     assert torch.equal(first.learner.model.weight, other.learner.model.weight)
     for member in (first, other):
-        member.group.leave()
+        member.group.leave(is_over=True)
 
 
 @pytest.mark.whole
@@ -117,7 +117,7 @@ def test_a_newcomer_with_other_metrics_is_refused_and_harms_nobody(tmp_path, lig
         try:
             other.sum()
         finally:
-            other.group.leave()
+            other.group.leave(is_over=True)
 
     thread, results = run_beside(join_and_leave)
     while thread.is_alive():
@@ -126,7 +126,7 @@ def test_a_newcomer_with_other_metrics_is_refused_and_harms_nobody(tmp_path, lig
     assert isinstance(error, FlagError)
     assert "the metrics of this learner is {'more': 1}" in str(error)
     assert first.sum() == (1, {1.0}, 1.0)
-    first.group.leave()
+    first.group.leave(is_over=True)
 
 
 @pytest.mark.parametrize(

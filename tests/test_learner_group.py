@@ -23,6 +23,7 @@ from beast import checkpoint, servers, streams
 from beast.errors import FlagError
 from beast.flags import parse_flags
 from beast.learner_group import LearnerGroup
+from beast.run import Run
 
 SMALL = {
     "monobeast": "--num_actors 1 --envs_per_actor 4",
@@ -377,6 +378,15 @@ def test_returns_are_kept_until_an_update_takes_them(group):
     assert group.share_returns([], []) == ([2.0, 2.0], [5.0])
     with pytest.raises(FlagError, match="does not sum over them"):
         group.share_returns([], [])
+
+
+def test_a_program_whose_learn_does_not_sum_ends_with_its_first_update(group, tmp_path):
+    flags = small_run.parse(tmp_path)
+    learner = small_run.create_learner(flags)
+    learner.group = group
+    with pytest.raises(FlagError, match="`learn` does not sum over them"):
+        with Run(flags, learner) as run, learner.lock:
+            run.record(dict(small_run.UPDATE), small_run.create_batch())
 
 
 def test_metrics_may_come_in_another_order_but_not_under_other_names(group):

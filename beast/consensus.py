@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of gossip: how far apart agents are, beside the bound of Proposition 1 in the GALA paper.
+
+Source: Assran et al. 2019, "Gossip-based Actor-Learner Architectures for Deep Reinforcement
+Learning".
+"""
+
+from collections import deque
+
+import torch
+import torch.nn.functional as F
+
+
+@torch.no_grad()
+def flatten(tensors):
+    """Return all numbers of some tensors, of any memory format, as one of one dimension."""
+    return torch.cat([x.detach().flatten() for x in tensors])
+
+
+class Consensus:
+    """How far the agents' weights are apart, and how alike their gradients are.
+
+    consensus_distance is the Frobenius norm of all agents' weights, mixed, less their mean;
+    consensus_bound is the bound of Proposition 1, as a recursion. It holds with --deterministic and
+    without delay; else it is an indication, as is the distance, which is of the newest messages.
+
+    Args:
+      mailboxes: gala.py's.
+      message: a net, which is overwritten.
+      gradients: [agents, parameters], the newest that each agent has left there.
+    """
+
+    def __init__(self, mailboxes, message, gradients):
+        self._mailboxes, self._message, self._gradients = mailboxes, message, gradients
+        self._matrix = mailboxes.matrix()
+        self._beta = torch.linalg.svdvals(self._matrix)[1:2].sum().item()  # the second, if any
+        self._norms = [deque() for _ in mailboxes.weights]  # of updates whose round is not complete
+        self.bound = 0.0
+
+    def count(self, agent, update_norm):
+        """Count an update of an agent, by how far it has moved the weights."""
+        self._norms[agent].append(update_norm)
+        if all(self._norms):
+            squares = sum(norms.popleft() ** 2 for norms in self._norms)
+            self.bound = self._beta * (self.bound + squares**0.5)
+
+    def distance(self):
+        messages = []
+        for weights in self._mailboxes.weights:
+            weights.load_into(self._message)
+            messages.append(flatten(self._message.parameters()))
+        mixed = self._matrix.to(messages[0]) @ torch.stack(messages)
+        return (mixed - mixed.mean(0)).norm().item()
+
+    def metrics(self):
+        directions, in_peers = F.normalize(self._gradients, dim=1), self._mailboxes.in_peers
+        cosines, pairs = (directions @ directions.T).tolist(), {"peers": [], "others": []}
+        for agent in range(len(in_peers)):
+            for other in range(agent):
+                are_peers = other in in_peers[agent] or agent in in_peers[other]
+                pairs["peers" if are_peers else "others"].append(cosines[agent][other])
+        metrics = {f"gradient_cosine_{k}": sum(v) / len(v) if v else None for k, v in pairs.items()}
+        return metrics | {"consensus_distance": self.distance(), "consensus_bound": self.bound}
