@@ -2,6 +2,7 @@
 """Files that are never torn, CSV files that grow, and TensorBoard's events."""
 
 import errno
+import time
 
 import pytest
 from program import read_rows
@@ -107,6 +108,8 @@ def test_tensorboard_reads_the_events_and_drops_those_beyond_the_step(tmp_path):
 def test_a_full_disk_is_logged_and_events_are_written_again_later(small_disk, caplog, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(atomic_files.time, "monotonic", lambda: clock[0])
+    start = time.time()  # TensorBoard reads files in the order of the seconds in their names
+    monkeypatch.setattr(atomic_files.time, "time", lambda: start + clock[0])
     file = EventFile(small_disk, 0)
     file.write(1, {"loss": 1.0})
     filler = fill(small_disk)
