@@ -3,12 +3,15 @@
 
     python benchmarks/peers.py [--repeats 3] [--seconds 40] [flags of monobeast.py]
     python benchmarks/peers.py --peers rllib --flags "runners=1 batch=640"    try other settings
+    python benchmarks/peers.py --suite ppo-cheetah [flags of ppo.py]          PPO alone
 
-Each program learns Pong with the shallow net, one after the other and over again, so that a slow
-minute slows all of them. Counted are steps that were learned from, for `--seconds`, after a third
-of that to warm up. On first use (or with --setup alone) each peer gets a virtual environment of its
-own in `--folder`, of the versions below; what does not install or start is reported with the
-reason. The peers' drivers are in benchmarks/peers. Linux only. Prints Markdown.
+A suite is one task, with the same net for all: IMPALA and others learn Pong with the shallow net;
+PPO learns Pong, and HalfCheetah, with equal batches, epochs and numbers of environments. Programs
+run one after the other and over again, so that a slow minute slows all of them. Counted are steps
+that were learned from, for `--seconds`, after a third of that to warm up. On first use (or with
+--setup alone) each peer gets a virtual environment of its own in `--folder`, of the versions below;
+what does not install or start is reported with the reason. The peers' drivers are in
+benchmarks/peers. Linux only. Prints Markdown.
 """
 
 import argparse
@@ -37,8 +40,8 @@ from machine import print_header  # noqa: E402
 from whole import measure_whole  # noqa: E402
 
 import monobeast  # noqa: E402
+import ppo  # noqa: E402
 
-OURS = {"monobeast": [], "monobeast, fp32": ["--precision", "fp32"]}
 START_SECONDS = 120  # that a program may take to its first update
 STOP_SECONDS = 15  # to end by itself
 
@@ -99,6 +102,29 @@ PEERS = {
             "Adam",
         ),
     ),
+    "sb3-ppo-pong": Peer(
+        SB3,
+        "sb3.py ppo=1 envs=32 rollout=64 minibatch=512",
+        (
+            *("PPO, in turns", "2048, in 4 minibatches", 4, 32),
+            "32 that step, main infers and learns",
+            "Adam",
+        ),
+    ),
+    "sb3-ppo-cheetah": Peer(
+        f"{SB3} gymnasium[mujoco]",
+        "sb3.py ppo=1 cheetah=1 envs=8 processes=0 rollout=256 epochs=10 minibatch=64",
+        (*("PPO, in turns", "2048, in 32 minibatches", 10, 8), "one", "Adam"),
+    ),
+    "sb3-ppo-cheetah-processes": Peer(
+        f"{SB3} gymnasium[mujoco]",
+        "sb3.py ppo=1 cheetah=1 envs=8 processes=1 rollout=256 epochs=10 minibatch=64",
+        (
+            *("PPO, in turns", "2048, in 32 minibatches", 10, 8),
+            "8 that step, main infers and learns",
+            "Adam",
+        ),
+    ),
     # Its only version here is of 2020: it needs gym before 0.22, whose games have no wheel for
     # Python 3.11. Newer scripts are in its repository only.
     "cleanrl": Peer(
@@ -106,6 +132,44 @@ PEERS = {
         "-m cleanrl.ppo_atari --gym-id PongNoFrameskip-v4",
     ),
 }
+
+
+class Suite(typing.NamedTuple):
+    program: typing.Any  # ours
+    env: str
+    ours: dict  # names to flags; the first one is compared with the peers
+    peers: list
+    differences: tuple = ()  # of ours; of monobeast.py they follow its flags
+
+
+NETS = {
+    "PongNoFrameskip-v4": "84x84 gray frames, stacks of 4, frame skip 4; convolutions of 32 8x8/4, "
+    "64 4x4/2, 64 3x3/1, then 512, policy and baseline.",
+    "HalfCheetah-v5": "policy and baseline with two layers of 64 tanh each.",
+}
+PRECISIONS = {"": [], ", fp32": ["--precision", "fp32"]}
+SUITES = {
+    "impala": Suite(
+        monobeast, "PongNoFrameskip-v4", {f"monobeast{k}": v for k, v in PRECISIONS.items()},
+        ["sample_factory", "rllib", "torchrl", "sb3-a2c", "sb3-ppo", "cleanrl"],
+    ),
+    "ppo-pong": Suite(
+        ppo, "PongNoFrameskip-v4", {f"ppo{k}": v for k, v in PRECISIONS.items()},
+        ["sb3-ppo-pong"],
+        (
+            *("PPO, in turns", "2048, in 4 minibatches", 4, 32),
+            "2 that step, main infers and learns", "Adam",
+        ),
+    ),
+    "ppo-cheetah": Suite(
+        ppo, "HalfCheetah-v5", {"ppo": [], "ppo, one process": ["--num_env_processes", "0"]},
+        ["sb3-ppo-cheetah", "sb3-ppo-cheetah-processes"],
+        (
+            *("PPO, in turns", "2048, in 32 minibatches", 10, 8),
+            "2 that step, main infers and learns", "Adam; observations and rewards normalized",
+        ),
+    ),
+}  # fmt: skip
 
 
 def set_up(name, folder):
@@ -196,21 +260,31 @@ def measure_peer(name, python, flags, seconds):
     return (ticks[-1][0] - ticks[0][0]) / (ticks[-1][1] - ticks[0][1])
 
 
+def describe_monobeast(flags):
+    monobeast.check_flags(flags)  # which fills in what is open
+    steps, envs = flags.batch_size * flags.unroll_length, flags.num_actors * flags.envs_per_actor
+    processes = f"{flags.num_actors} that step and infer, main learns"
+    besides = "RMSProp; the net also gets last action and reward"
+    return "IMPALA", steps, 1, envs, processes, besides
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument("--seconds", type=float, default=40, help="for a program (default: 40)")
-    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
+    parser.add_argument("--suite", default="impala", choices=SUITES, help="(default: impala)")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, help="(default: those of the suite)")
     parser.add_argument("--flags", default="", help="for the drivers of all peers")
     parser.add_argument("--setup", action="store_true", help="install the peers, measure nothing")
     parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build" / "peers")
     options, arguments = parser.parse_known_args()
     folder = options.folder.expanduser().resolve()
-    flags = monobeast.parser.parse_args(arguments)  # refuses a wrong flag now
-    monobeast.check_flags(flags)
+    suite = SUITES[options.suite]
+    arguments = ["--env", suite.env, *arguments]
+    flags = suite.program.parser.parse_args(arguments)  # refuses a wrong flag now
 
     reasons, pythons = {}, {}
-    for name in options.peers:
+    for name in options.peers or suite.peers:
         try:
             pythons[name] = set_up(name, folder)
         except PeerError as error:
@@ -220,11 +294,11 @@ def main():
         sys.exit("\n".join(f"{name} {reason}" for name, reason in reasons.items()) or None)
 
     print_header(ale_py, gym, np, torch)
-    print(f"- PongNoFrameskip-v4, median of {options.repeats} rounds", flush=True)
-    rates = {name: [] for name in [*OURS, *pythons]}
+    print(f"- {suite.env}, median of {options.repeats} rounds", flush=True)
+    rates = {name: [] for name in [*suite.ours, *pythons]}
     for _ in range(options.repeats):
-        for name, precision in OURS.items():
-            rate, _ = measure_whole(monobeast, arguments + precision, options.seconds)
+        for name, more in suite.ours.items():
+            rate, _ = measure_whole(suite.program, arguments + more, options.seconds)
             rates[name].append(rate)
         for name in [name for name in pythons if name not in reasons]:
             try:
@@ -239,22 +313,17 @@ def main():
         if name in reasons:
             continue
         numbers = [statistics.median(values), min(values), max(values)]
-        ours = rates["monobeast"]
+        ours = next(iter(rates.values()))
         ratio = statistics.median(a / b for a, b in zip(ours, values, strict=True))
         print("|", " | ".join([name, *map("{:,.0f}".format, numbers), f"{ratio:.2f}"]), "|")
 
-    print("\nAll: on the CPU, one thread a process, the peers in fp32; 84x84 gray frames, stacks")
-    print("of 4, frame skip 4; convolutions of 32 8x8/4, 64 4x4/2, 64 3x3/1, then 512, policy and")
-    print("baseline.\n")
+    print("\nAll: on the CPU, one thread a process, the peers in fp32;", NETS[suite.env], "\n")
     print("| |", " | ".join([*DIFFERENCES, "versions"]), "|")
     print("|---" * (len(DIFFERENCES) + 2) + "|")
-    steps, envs = flags.batch_size * flags.unroll_length, flags.num_actors * flags.envs_per_actor
-    processes = f"{flags.num_actors} that step and infer, main learns"
-    net = "RMSProp; the net also gets last action and reward"
-    ours = ["monobeast", "IMPALA", steps, 1, envs, processes, net, "above"]
-    print("|", " | ".join(map(str, ours)), "|")
+    ours = suite.differences or describe_monobeast(flags)
+    print("|", " | ".join(map(str, [next(iter(rates)), *ours, "above"])), "|")
     for name, peer in PEERS.items():
-        if name in options.peers and name not in reasons:
+        if name in pythons and name not in reasons:
             print("|", " | ".join(map(str, [name, *peer.differences, peer.requirements])), "|")
     for name, reason in reasons.items():
         print(f"\n{name} ({PEERS[name].requirements}) {reason}")

@@ -11,11 +11,17 @@ import ale_py  # noqa: F401 (registers the games)
 import torch
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.env_util import make_atari_env
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack
+from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+from stable_baselines3.common.vec_env import (
+    DummyVecEnv,
+    SubprocVecEnv,
+    VecFrameStack,
+    VecNormalize,
+)
 
 SETTINGS = {
     "ppo": 0,  # 0: A2C
+    "cheetah": 0,  # 1: HalfCheetah; 0: Pong
     "envs": 16,
     "processes": 1,  # one an environment; 0: all in the main process
     "rollout": 20,  # steps of an environment an update
@@ -37,13 +43,18 @@ def main():
     s = SETTINGS | {k: int(v) for k, v in (arg.split("=") for arg in sys.argv[1:])}
     torch.set_num_threads(s["threads"])
     vec_env_cls = SubprocVecEnv if s["processes"] else DummyVecEnv
-    envs = make_atari_env("PongNoFrameskip-v4", s["envs"], vec_env_cls=vec_env_cls)
-    envs = VecFrameStack(envs, 4)
+    if s["cheetah"]:
+        policy = "MlpPolicy"
+        envs = VecNormalize(make_vec_env("HalfCheetah-v5", s["envs"], vec_env_cls=vec_env_cls))
+    else:
+        policy = "CnnPolicy"
+        envs = make_atari_env("PongNoFrameskip-v4", s["envs"], vec_env_cls=vec_env_cls)
+        envs = VecFrameStack(envs, 4)
     if s["ppo"]:
         options = {"n_epochs": s["epochs"], "batch_size": s["minibatch"]}
-        model = PPO("CnnPolicy", envs, n_steps=s["rollout"], device="cpu", **options)
+        model = PPO(policy, envs, n_steps=s["rollout"], device="cpu", **options)
     else:
-        model = A2C("CnnPolicy", envs, n_steps=s["rollout"], device="cpu")
+        model = A2C(policy, envs, n_steps=s["rollout"], device="cpu")
     model.learn(10**9, callback=Progress())
 
 
