@@ -7,7 +7,6 @@ Who holds which buffer, who has died, and who replaces it. What an actor does is
 import logging
 import multiprocessing
 import multiprocessing.connection
-import signal
 import threading
 import time
 from collections import deque
@@ -15,15 +14,16 @@ from collections import deque
 import torch
 
 from beast.actor_process import FreeBuffers, actor_main
+from beast.deaths import MAX_DEATHS, Deaths, describe_exit
 from beast.errors import EnvError
 from beast.fork_server import end_process, kill_fork_server
 from beast.learner_group import SEEDS_A_RANK
 from beast.processes import signals_blocked
 from beast.watchdog import PATIENCE
 
-# So many deaths of every actor end the run, if none gave so many rollouts (of each of its
-# environments) in between: then it is not bad luck.
-MAX_DEATHS, MIN_ROLLOUTS = 5, 10
+# Of each of its environments, which end a series of deaths. When MAX_DEATHS of every actor are in a
+# series it is not bad luck, and the run ends.
+MIN_ROLLOUTS = 10
 PAUSES = (0, 1, 3, 10, 30)  # seconds before it is restarted, by how often it has died so
 
 
@@ -73,9 +73,7 @@ class Actors:
         self._processes = [None] * num_actors  # None: is to be started
         self._start_times = [0.0] * num_actors
         self._pipes = [None] * num_actors
-        self._deaths = [0] * num_actors
-        self._deaths_in_a_row = [0] * num_actors
-        self._num_rollouts = [0] * num_actors  # since the last death
+        self._deaths = [Deaths(MIN_ROLLOUTS) for _ in range(num_actors)]
         self._tracebacks = [None] * num_actors
         self._looked = time.monotonic()  # when the watcher last looked after them
         self._wake_reader, self._wake_writer = multiprocessing.Pipe(duplex=False)
@@ -112,7 +110,7 @@ class Actors:
 
     def metrics(self):
         num_full = sum(map(len, self._full))
-        return {"full_buffers": num_full, "actor_restarts": sum(self._deaths)}
+        return {"full_buffers": num_full, "actor_restarts": sum(d.total for d in self._deaths)}
 
     def texts(self, metrics):
         return {"full": f"{metrics['full_buffers']}/{self._flags.num_buffers}"}
@@ -221,9 +219,8 @@ class Actors:
                 if kind == "error":
                     self._tracebacks[actor] = content
                     return False
-                self._num_rollouts[actor] += bool(content)
-                if self._num_rollouts[actor] == MIN_ROLLOUTS:
-                    self._deaths_in_a_row[actor] = 0
+                if content:
+                    self._deaths[actor].count_work()
                 with self._condition:
                     self._full[actor % self._num_queues].extend(content)
                     self._held[actor] = []
@@ -246,30 +243,25 @@ class Actors:
             self._held[actor] = []
             self._end_wait(actor)
         cause, self._tracebacks[actor] = self._tracebacks[actor], None
-        if cause is None and process.exitcode < 0:
-            cause = f"killed by {signal.Signals(-process.exitcode).name}"
-        elif cause is None:
-            cause = f"it ended with status {process.exitcode}"
+        cause = cause or describe_exit(process)
         with self._condition:
             self._hand_out()  # to others, of the indices that came back
         self._count_death(actor, cause)
 
     def _count_death(self, actor, cause):
-        self._deaths[actor] += 1
-        self._deaths_in_a_row[actor] += 1
-        if min(self._deaths_in_a_row) >= MAX_DEATHS:
+        deaths = self._deaths[actor]
+        deaths.count()
+        if min(other.in_a_row for other in self._deaths) >= MAX_DEATHS:
             raise EnvError(
                 f"all actors died {MAX_DEATHS} times with less than {MIN_ROLLOUTS} rollouts in "
                 f"between, most recently actor {actor}: {cause}"
             )
-        in_a_row = self._deaths_in_a_row[actor]
-        pause = PAUSES[min(in_a_row, len(PAUSES)) - 1]
+        pause = PAUSES[min(deaths.in_a_row, len(PAUSES)) - 1]
         logging.error(
             "Actor %d died and is restarted in %g s (death %d; %d soon after another: %d of "
             "all actors end the run): %s",
-            *(actor, pause, self._deaths[actor], in_a_row, MAX_DEATHS, cause),
+            *(actor, pause, deaths.total, deaths.in_a_row, MAX_DEATHS, cause),
         )
-        self._num_rollouts[actor] = 0
         self._start_times[actor] = time.monotonic() + pause
 
     def _start_those_due(self):
@@ -294,7 +286,7 @@ class Actors:
 
     def _create_process(self, actor, pipe):
         number = 1 + actor + SEEDS_A_RANK * self._flags.rank
-        seed = [self._flags.seed, number, self._deaths[actor], self._first_step]
+        seed = [self._flags.seed, number, self._deaths[actor].total, self._first_step]
         free_buffers = FreeBuffers(pipe, self._shared_heartbeats[actor : actor + 1])
         arguments = (self._act, pipe, self._flags, actor, seed, free_buffers, *self._args)
         process = self._context.Process(target=actor_main, args=arguments, daemon=True)

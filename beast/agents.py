@@ -10,7 +10,6 @@ import contextlib
 import logging
 import multiprocessing
 import multiprocessing.connection
-import signal
 import threading
 import time
 from collections import deque
@@ -18,13 +17,14 @@ from collections import deque
 import torch
 
 from beast.actor_process import actor_main
+from beast.deaths import Deaths, describe_exit
 from beast.errors import EnvError
 from beast.fork_server import end_process
 from beast.learner import Batch
 from beast.processes import signals_blocked
 from beast.watchdog import PATIENCE
 
-MAX_DEATHS, MIN_UPDATES = 5, 100  # so many deaths, with fewer updates in between, end the run
+MIN_UPDATES = 100  # that end a series of deaths
 NEVER = 2**62
 HOLD, PACE = 0, 1  # numbers of updates after which agents hold, and wait to be counted
 AHEAD = 2  # updates that agents in step make before the first of them is counted
@@ -102,7 +102,7 @@ class Agents:
         self._heartbeats = torch.zeros(n, dtype=torch.float64).share_memory_()
         self._condition = threading.Condition()  # guards what follows
         self._held, self._is_over, self._is_read = [False] * n, False, True
-        self._deaths, self._deaths_in_a_row, self._updates = [0] * n, [0] * n, [0] * n
+        self._deaths = [Deaths(MIN_UPDATES) for _ in range(n)]
         self._game_returns = [[] for _ in range(n)]  # the last 100 of each
         self._processes, self._pipes = [None] * n, [None] * n
         self._wake_reader, self._wake_writer = multiprocessing.Pipe(duplex=False)
@@ -204,7 +204,8 @@ class Agents:
 
     def metrics(self):
         returns = {f"return_{agent}": mean for agent, mean in enumerate(self.game_returns())}
-        return returns | {"agent_restarts": sum(self._deaths)} | self._measure()
+        restarts = {"agent_restarts": sum(deaths.total for deaths in self._deaths)}
+        return returns | restarts | self._measure()
 
     def texts(self, metrics):
         return {}
@@ -244,9 +245,7 @@ class Agents:
                     return None
                 metrics, rows = content
                 rows = {name: torch.from_numpy(x) for name, x in rows.items()}
-                self._updates[agent] += 1
-                if self._updates[agent] == MIN_UPDATES:
-                    self._deaths_in_a_row[agent] = 0
+                self._deaths[agent].count_work()
                 games = rows["game_return"][1:][rows["game_done"][1:]].tolist()
                 self._game_returns[agent] = (self._game_returns[agent] + games)[-100:]
                 yield agent, metrics, Batch(rows, (), rows, [], {"agents": [agent]})
@@ -257,24 +256,11 @@ class Agents:
     def _replace(self, agent, cause):
         process = self._processes[agent]
         end_process(process, 1)
-        if cause is None and process.exitcode < 0:
-            cause = f"killed by {signal.Signals(-process.exitcode).name}"
-        elif cause is None:
-            cause = f"it ended with status {process.exitcode}"
-        self._deaths[agent] += 1
-        self._deaths_in_a_row[agent] += 1
+        cause = cause or describe_exit(process)
         if self._in_step:
             raise EnvError(f"agent {agent} died, for which the others wait: {cause}")
-        if self._deaths_in_a_row[agent] >= MAX_DEATHS:
-            raise EnvError(
-                f"agent {agent} died {MAX_DEATHS} times with less than {MIN_UPDATES} updates in "
-                f"between, most recently: {cause}"
-            )
-        logging.error(
-            "Agent %d died and is replaced (death %d; %d soon after another, %d end the run): %s",
-            *(agent, self._deaths[agent], self._deaths_in_a_row[agent], MAX_DEATHS, cause),
-        )
-        self._updates[agent] = 0
+        self._deaths[agent].count()
+        self._deaths[agent].log(f"agent {agent}", "updates", cause)
         with self._condition:
             self._held[agent] = self._is_over  # then for good, with what it last left
             self._condition.notify_all()
@@ -284,7 +270,7 @@ class Agents:
 
     def _start(self, agent):
         pipe, far_end = multiprocessing.Pipe()
-        deaths = self._deaths[agent]
+        deaths = self._deaths[agent].total
         seed = [self._flags.seed, 1 + agent, deaths, self._first_step]
         shared = self._rounds, self._limits, self._heartbeats
         self._heartbeats[agent] = time.monotonic()

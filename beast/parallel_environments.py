@@ -12,10 +12,8 @@ there are; with 0 it is one, in this process, where a debugger can stop.
 """
 
 import contextlib
-import logging
 import multiprocessing
 import multiprocessing.connection
-import signal
 import time
 from multiprocessing.reduction import ForkingPickler
 
@@ -23,6 +21,7 @@ import numpy as np
 import torch
 
 from beast.actor_process import actor_main
+from beast.deaths import Deaths, describe_exit
 from beast.environments import Environments, map_nest
 from beast.errors import EnvError
 from beast.fork_server import end_process, start_fork_server
@@ -31,8 +30,7 @@ from beast.shared_memory import check_shared_memory
 from beast.spaces import spaces_to_json
 from beast.watchdog import PATIENCE
 
-# So many deaths of a process end the run, if it has stepped less than so often in between.
-MAX_DEATHS, MIN_STEPS = 5, 200
+MIN_STEPS = 200  # that end a series of deaths
 INITIAL, STEP, DONE = b"i", b"s", b"."
 TOTALS = ("episode_return", "episode_step", "game_return", "game_step")
 
@@ -138,7 +136,7 @@ class ParallelEnvironments:
         return {}
 
     def metrics(self):
-        return {"process_restarts": sum(process.deaths for process in self._processes)}
+        return {"process_restarts": sum(process.deaths.total for process in self._processes)}
 
     def texts(self, metrics):
         return {}
@@ -209,7 +207,7 @@ class Process:
 
     def __init__(self, context, name, columns, arguments):
         self.name, self.columns = name, columns
-        self.deaths, self._deaths_in_a_row, self._steps = 0, 0, 0
+        self.deaths = Deaths(MIN_STEPS)
         self._context, self._arguments = context, arguments
         self.is_new = False  # in place of another one, without a row yet
         self._start()
@@ -246,9 +244,7 @@ class Process:
             _, text = ForkingPickler.loads(message)
             raise EnvError(f"{self.name} failed:\n{text}")
         self.is_asked = False
-        self._steps += 1
-        if self._steps == MIN_STEPS:
-            self._deaths_in_a_row = 0
+        self.deaths.count_work()
         return True
 
     def cause_of_death(self, patience):
@@ -259,26 +255,14 @@ class Process:
             self._process.join(1)  # it is about to end
         if self._process.is_alive():
             return "it closed its pipe" if self._has_gone else None
-        code = self._process.exitcode
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        return f"it ended with status {code}"
+        return describe_exit(self._process)
 
     def replace(self, cause):
         self.end(0)
         self.pipe.close()
-        self.deaths += 1
-        self._deaths_in_a_row += 1
-        logging.error(
-            "%s died and is replaced (death %d; %d soon after another, %d end the run): %s",
-            *(self.name, self.deaths, self._deaths_in_a_row, MAX_DEATHS, cause),
-        )
-        if self._deaths_in_a_row >= MAX_DEATHS:
-            raise EnvError(
-                f"{self.name} died {MAX_DEATHS} times with less than {MIN_STEPS} steps in between, "
-                f"most recently: {cause}"
-            )
-        self._steps, self.is_new = 0, True
+        self.deaths.count()
+        self.deaths.log(self.name, "steps", cause)
+        self.is_new = True
         self._start()
 
     def end(self, patience):
@@ -288,7 +272,7 @@ class Process:
         self.pipe, far_end = multiprocessing.Pipe()
         create_env, seeds, name, *shared = self._arguments
         # Games that were played are not to be played again.
-        seeds = [seed + self.deaths for seed in seeds]
+        seeds = [seed + self.deaths.total for seed in seeds]
         arguments = (step_environments, far_end, far_end, create_env, seeds, name, *shared)
         self._process = self._context.Process(target=actor_main, args=arguments, daemon=True)
         with signals_blocked():

@@ -192,7 +192,7 @@ def test_actors_that_all_fail_time_and_again_end_the_run_with_the_traceback(
     for text in (caplog.text, str(raised.value)):
         assert "Traceback (most recent call last)" in text and "in play" in text
         assert ("the game is broken" if fails == "always" else "no such game") in text
-    assert min(rig.actors._deaths) == actors.MAX_DEATHS
+    assert min(deaths.total for deaths in rig.actors._deaths) == actors.MAX_DEATHS
 
 
 def test_one_actor_that_always_fails_does_not_end_the_run_of_the_others(make_rig):
@@ -228,7 +228,7 @@ def test_a_process_that_cannot_be_started_does_not_stop_the_others(make_rig, mon
 
     monkeypatch.setattr(Actors, "_create_process", start_all_but_one)
     rig = make_rig(num_actors=3)
-    wait_until(lambda: rig.actors._deaths[2] > actors.MAX_DEATHS)
+    wait_until(lambda: rig.actors._deaths[2].total > actors.MAX_DEATHS)
     assert "could not be started (BlockingIOError('no more processes')" in caplog.text
     rig.take_and_release_all()
 
@@ -293,7 +293,7 @@ def test_a_silent_actor_is_replaced(make_rig, caplog, how):
 
     def is_replaced():
         rig.actors.release(rig.take(rig.num_full))  # so that it has something to do
-        return rig.actors._deaths[silent] > 0
+        return rig.actors._deaths[silent].total > 0
 
     rig.actors._patience, patience = 0.5, rig.actors._patience
     wait_until(is_replaced)
