@@ -45,7 +45,7 @@ from beast.machine import count_cores
 from beast.metrics import is_finite, means, to_floats
 from beast.nets import create_net
 from beast.normalizer import Normalizer, RewardScaler
-from beast.parallel_environments import ParallelEnvironments
+from beast.parallel_environments import EnvironmentGroups
 from beast.parser import Parser, fraction, non_negative, positive
 from beast.precision import autocast, choose_precision, to_float32
 from beast.randomness import make_deterministic, seed_generators
@@ -539,16 +539,13 @@ def train(flags):
     with contextlib.ExitStack() as stack, Run(flags, learner) as run:
         # A resumed run must not play the same games again.
         seeds = draw_seeds([flags.seed, 1, run.first_step], flags.num_envs)
-        groups = [
-            stack.enter_context(contextlib.closing(ParallelEnvironments(
-                functools.partial(create_env, flags), part.tolist(), flags.num_env_processes,
-                f"group {i}", flags.stall_timeout_s,
-            )))
-            for i, part in enumerate(np.array_split(seeds, flags.num_groups))
-        ]  # fmt: skip
-        with Threads(run.stop, on_exit=[group.wake for group in groups]) as threads:
-            threads.start(play_and_learn, flags, learner, groups, rows | outputs, run)
-            run.watch(groups[0])
+        environments = stack.enter_context(contextlib.closing(EnvironmentGroups(
+            functools.partial(create_env, flags), seeds, flags.num_groups,
+            flags.num_env_processes, flags.stall_timeout_s,
+        )))  # fmt: skip
+        with Threads(run.stop, on_exit=[environments.wake]) as threads:
+            threads.start(play_and_learn, flags, learner, environments.groups, rows | outputs, run)
+            run.watch(environments)
     return run.exit_status
 
 

@@ -36,7 +36,7 @@ TOTALS = ("episode_return", "episode_step", "game_return", "game_step")
 
 
 class ParallelEnvironments:
-    """N environments in several processes; for one thread, but for `wake` and what is logged.
+    """N environments in several processes; for one thread, but for `wake`.
 
     Args:
       create_env: called without arguments, in the processes; returns a Gymnasium environment.
@@ -46,6 +46,7 @@ class ParallelEnvironments:
       stall_timeout_s: PATIENCE times as long may a process be silent.
 
     Attributes:
+      processes: a list of Process.
       row: the last one, whose arrays stay the same and are overwritten by `initial` and `receive`.
       num_envs, observation_space, action_space, num_actions, stack_size, frame_skip, spaces: as of
         Environments.
@@ -58,7 +59,7 @@ class ParallelEnvironments:
     def __init__(self, create_env, seeds, num_processes, name, stall_timeout_s=60):
         self.num_envs, self._name = len(seeds), name
         self._patience = PATIENCE * stall_timeout_s
-        self._processes, self._is_awake = [], False
+        self.processes, self._is_awake = [], False
         sample = Environments(create_env, 1 if num_processes else self.num_envs, 0, name)
         self.observation_space, self.action_space = sample.observation_space, sample.action_space
         self.num_actions = sample.num_actions
@@ -78,7 +79,7 @@ class ParallelEnvironments:
                 *(create_env, seeds[columns], f"{name}, process {i}"),
                 *(map_nest(lambda a, c=columns: a[c], part) for part in self._shared),
             )
-            self._processes.append(Process(context, f"environment process {i}", columns, arguments))
+            self.processes.append(Process(context, f"{name}, process {i}", columns, arguments))
 
     @property
     def spaces(self):
@@ -88,7 +89,7 @@ class ParallelEnvironments:
         """Reset every environment and return the very first row; None once woken."""
         if self._here:
             return self._here.initial()
-        for process in self._processes:
+        for process in self.processes:
             process.ask(INITIAL)
         return self.receive()
 
@@ -103,7 +104,7 @@ class ParallelEnvironments:
             self._actions = np.array(actions)
             return
         self._shared[1].numpy()[:] = actions
-        for process in self._processes:
+        for process in self.processes:
             process.ask(STEP)
 
     def receive(self):
@@ -115,7 +116,7 @@ class ParallelEnvironments:
         """
         if self._here:
             return None if self._is_awake else self._here.step(self._actions)
-        waiting = list(self._processes)
+        waiting = list(self.processes)
         while waiting and not self._is_awake:
             pipes = [process.pipe for process in waiting]
             sentinels = [process.sentinel for process in waiting]
@@ -132,27 +133,6 @@ class ParallelEnvironments:
                 waiting.remove(process)
         return None if self._is_awake else self.row
 
-    def waits(self):
-        return {}
-
-    def metrics(self):
-        return {"process_restarts": sum(process.deaths.total for process in self._processes)}
-
-    def texts(self, metrics):
-        return {}
-
-    def silences(self):
-        """Return a tuple of each process that has something to do, as a Watchdog wants them."""
-        now = time.monotonic()
-        return [
-            (process.name, "steps its environments", now - process.asked_at, process.pid)
-            for process in self._processes
-            if process.is_asked
-        ]
-
-    def pids(self):
-        return [process.pid for process in self._processes]
-
     def wake(self):
         """Have `receive` and all that calls it return None from here on; for any thread."""
         self._is_awake = True
@@ -163,10 +143,10 @@ class ParallelEnvironments:
         if self._here:
             self._here.close()
         self.wake()
-        for process in self._processes:
+        for process in self.processes:
             process.pipe.close()  # which it notices
         deadline = time.monotonic() + 3
-        for process in self._processes:
+        for process in self.processes:
             process.end(deadline - time.monotonic())
 
     def _allocate(self, sample_row):
@@ -200,6 +180,63 @@ class ParallelEnvironments:
             row[name][columns] = 0
         row["truncated"][columns] = True
         row["last_action"][columns] = self._shared[1].numpy()[columns]
+
+
+class EnvironmentGroups:
+    """Groups of environments, each stepped while another is answered, as Run.watch wants them.
+
+    Args:
+      create_env, stall_timeout_s: as of ParallelEnvironments.
+      seeds: of all environments.
+      num_groups: of as many environments each.
+      num_processes: of each group.
+
+    Attributes:
+      groups: a list of ParallelEnvironments.
+    """
+
+    def __init__(self, create_env, seeds, num_groups, num_processes, stall_timeout_s=60):
+        self.groups = []
+        with contextlib.ExitStack() as stack:  # which closes those before one that fails
+            stack.callback(self.close)
+            for i, part in enumerate(np.array_split(seeds, num_groups)):
+                name = f"group {i}" if num_groups > 1 else "environments"
+                arguments = create_env, part.tolist(), num_processes, name, stall_timeout_s
+                self.groups.append(ParallelEnvironments(*arguments))
+            stack.pop_all()
+
+    def waits(self):
+        return {}
+
+    def metrics(self):
+        return {"process_restarts": sum(process.deaths.total for process in self._processes)}
+
+    def texts(self, metrics):
+        return {}
+
+    def silences(self):
+        """Return a tuple of each process that has something to do, as a Watchdog wants them."""
+        now = time.monotonic()
+        return [
+            (process.name, "steps its environments", now - process.asked_at, process.pid)
+            for process in self._processes
+            if process.is_asked
+        ]
+
+    def pids(self):
+        return [process.pid for process in self._processes]
+
+    def wake(self):
+        for group in self.groups:
+            group.wake()
+
+    def close(self):
+        for group in self.groups:
+            group.close()
+
+    @property
+    def _processes(self):
+        return [process for group in self.groups for process in group.processes]
 
 
 class Process:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments in several processes: the same rows as in one, and what happens when one is lost."""
 
+import contextlib
 import functools
+import itertools
 import os
 import pathlib
 import signal
@@ -17,7 +19,7 @@ from program import shared_memory, wait_until
 from beast import parallel_environments
 from beast.environments import Environments, map_nest
 from beast.errors import EnvError
-from beast.parallel_environments import ParallelEnvironments
+from beast.parallel_environments import EnvironmentGroups, ParallelEnvironments
 from libtorchbeast.rows import draw_seeds
 
 SEEDS = draw_seeds([3, 1], 5)
@@ -84,8 +86,12 @@ def environments(request):
     for one in opened:
         one.close()
     wait_until(
-        lambda: not any(pathlib.Path(f"/proc/{p}").exists() for o in opened for p in o.pids())
+        lambda: not any(pathlib.Path(f"/proc/{p}").exists() for o in opened for p in pids_of(o))
     )
+
+
+def pids_of(environments):
+    return [process.pid for process in environments.processes]
 
 
 def copy(row):
@@ -153,7 +159,7 @@ def test_send_returns_while_environments_step_and_leaves_the_row(environments, t
 def test_an_environment_that_raises_is_an_error_with_its_traceback(environments):
     raising = environments(Raising, 2)
     raising.initial()
-    with pytest.raises(EnvError, match=r"(?s)environment process \d failed.*in step.*no luck"):
+    with pytest.raises(EnvError, match=r"(?s)environments, process \d failed.*in step.*no luck"):
         raising.step(np.zeros(5, np.int64))
 
 
@@ -164,11 +170,11 @@ def test_a_lost_process_is_replaced_and_its_episodes_are_cut(environments, caplo
     actions = np.ones(5, np.int64)
     for _ in range(4):
         before = copy(several.step(actions))
-    pid = several.pids()[0]
+    pid = pids_of(several)[0]
     os.kill(pid, getattr(signal, how))
     cut = copy(several.step(2 * actions))
     first = slice(0, 3)
-    assert several.metrics() == {"process_restarts": 1}
+    assert sum(process.deaths.total for process in several.processes) == 1
     np.testing.assert_array_equal(cut["frame"][first], before["frame"][first])
     assert cut["truncated"].tolist() == [True] * 3 + [False] * 2
     assert not cut["done"].any() and cut["reward"][first].tolist() == [0] * 3
@@ -181,7 +187,7 @@ def test_a_lost_process_is_replaced_and_its_episodes_are_cut(environments, caplo
     following = several.step(actions)
     assert following["episode_step"].tolist() == [1, 1, 1, 7, 7]
     cause = "killed by SIGKILL" if how == "SIGKILL" else "silent for 0 s"
-    assert cause in caplog.text and pid not in several.pids()
+    assert cause in caplog.text and pid not in pids_of(several)
 
 
 def test_deaths_in_a_row_are_an_error(environments, monkeypatch):
@@ -189,13 +195,13 @@ def test_deaths_in_a_row_are_an_error(environments, monkeypatch):
     several.initial()
     with pytest.raises(EnvError, match="process 1 died 5 times with less than 200 steps"):
         for _ in range(6):
-            os.kill(several.pids()[1], signal.SIGKILL)
+            os.kill(pids_of(several)[1], signal.SIGKILL)
             several.step(np.zeros(5, np.int64))
     monkeypatch.setattr(parallel_environments, "MIN_STEPS", 1)
     patient = environments(Counter, 1)
     patient.initial()
     for _ in range(6):
-        os.kill(patient.pids()[0], signal.SIGKILL)
+        os.kill(pids_of(patient)[0], signal.SIGKILL)
         patient.step(np.zeros(5, np.int64))
         patient.step(np.zeros(5, np.int64))
 
@@ -216,12 +222,42 @@ def test_wake_ends_a_wait_and_every_later_one(environments, tmp_path, num_proces
     assert gated.step(np.zeros(5, np.int64)) is None
 
 
+def test_all_groups_are_watched(tmp_path):
+    create_env, gate = functools.partial(Gated, tmp_path / "gate"), tmp_path / "gate"
+    environments = EnvironmentGroups(create_env, SEEDS[:4], num_groups=2, num_processes=1)
+    with contextlib.closing(environments):
+        first, second = environments.groups
+        for group in environments.groups:
+            group.initial()
+            group.send(np.ones(2, np.int64))
+        wait_until(lambda: len(list(tmp_path.glob("stepping-*"))) == 2)
+        names = [name for name, *_ in environments.silences()]
+        assert names == ["group 0, process 0", "group 1, process 0"]
+        assert environments.pids() == pids_of(first) + pids_of(second)
+        os.kill(pids_of(second)[0], signal.SIGKILL)
+        second.receive()
+        assert environments.metrics() == {"process_restarts": 1}
+        gate.touch()
+        first.receive()
+        environments.wake()
+        assert first.receive() is None and second.receive() is None
+
+
+def test_nothing_is_left_of_groups_when_one_cannot_be_made(monkeypatch):
+    closed, close = [], ParallelEnvironments.close
+    monkeypatch.setattr(ParallelEnvironments, "close", lambda self: closed.append(close(self)))
+    made = itertools.count()
+    with pytest.raises(EnvError, match="group 1: cannot create environment 0: ZeroDivisionError"):
+        EnvironmentGroups(lambda: Catch() if next(made) < 2 else 1 / 0, SEEDS[:4], 2, 0)
+    assert len(closed) == 1
+
+
 def test_nothing_is_left_in_shared_memory():
     before = shared_memory()
     several = open_environments(Mixed, 2)
     several.initial()
     assert shared_memory() == before  # its files have no names
-    pids = several.pids()
+    pids = pids_of(several)
     several.close()
     several.close()
     assert not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids)
