@@ -13,11 +13,14 @@ The oldest learner of the quorum writes logs and checkpoints. Sums go over the C
 what stands here was not run with GPUs.
 """
 
+import contextlib
 import copy
 import datetime
 import hashlib
+import http.client
 import http.server
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -53,6 +56,16 @@ OWN_FLAGS = (
 )
 
 
+def _answers(address):
+    """Return whether something accepts connections at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), SUM_TIMEOUT).close()
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
 def join_group(flags):
     """Return a group that this learner joins with its first batch.
 
@@ -77,17 +90,18 @@ def join_group(flags):
             f"--seed is {flags.seed}, but learners of an --elastic run draw their seeds, so that "
             "no two play the same games: leave it out"
         )
-    match = re.fullmatch(r"(\[.+\]|[^:\[\]]+):(\d{1,5})", flags.elastic)
+    match = re.fullmatch(r"(?:\[.+\]|[^:\[\]]+):(\d{1,5})", flags.elastic)
     if not match:
         raise FlagError(f"--elastic is {flags.elastic!r}, but should be HOST:PORT of a lighthouse")
     if importlib.util.find_spec("torchft") is None:
         raise FlagError(f"--elastic needs a package that is not installed: {INSTALL}")
-    group = ElasticGroup(match[1].strip("[]"), int(match[2]))
-    if not group.lighthouse_answers():
+    if not _answers(flags.elastic):
         raise FlagError(
             f"no lighthouse answers at --elastic {flags.elastic}: start one there with "
-            f"torchft_lighthouse {LIGHTHOUSE_OPTIONS} --bind [::]:{match[2]}"
+            f"torchft_lighthouse {LIGHTHOUSE_OPTIONS} --bind [::]:{match[1]}"
         )
+    group = ElasticGroup(flags.elastic)
+    group.ask_others()
     changes = hashlib.sha256((run_git("diff", "HEAD") or "").encode()).hexdigest()[:8]
     group.check_same("commit", f"{run_git('rev-parse', 'HEAD')} with changes {changes}")
     learner_group.set_current(group)
@@ -109,6 +123,9 @@ def check_completed_flags(flags, group):
 class ElasticGroup:
     """A group of learners that come and go, as one of them sees it: the methods of LearnerGroup.
 
+    Args:
+      lighthouse: its HOST:PORT.
+
     Attributes:
       rank: in the quorum; 0 for the oldest learner; None until this one has joined.
       size: of the quorum.
@@ -116,20 +133,49 @@ class ElasticGroup:
 
     by_torchrun = False
 
-    def __init__(self, host, port):
-        self._lighthouse, self._is_stopping = (host, port), False
+    def __init__(self, lighthouse):
+        self._lighthouse, self._is_stopping = lighthouse, False
         self.name = f"{socket.gethostname()}-{os.getpid()}"
         self.rank, self.size = None, 1
         self.exchange, self.starvation = Exchange(), Starvation()
-        self._facts = {}  # what all must have in common, by what it is
+        # What all must have in common, by its name; and what one that takes part has.
+        self._facts, self._facts_of_others = {}, {}
         self._manager = None
 
     def from_rank_0(self, function):
         return function()
 
     def check_same(self, what, value):
-        """Remember what is compared when this learner joins, or another one."""
-        self._facts[what] = value
+        """Refuse a value that differs from that of a learner that takes part.
+
+        It is compared again when this learner or another one joins.
+        """
+        self._facts[what] = json.loads(json.dumps(value, default=str))  # as it is sent
+        self._compare()
+
+    def _compare(self):
+        for what, own in self._facts.items():
+            other = self._facts_of_others.get(what, own)
+            refuse_difference(what, ("of this learner", own), ("of the others", other))
+
+    def ask_others(self):
+        """Get the facts of a learner that takes part, so that check_same compares with them.
+
+        torchft compares nothing before a quorum, but a page of its lighthouse lists the stores of
+        all members. Where that cannot be read, facts are compared only when this learner joins.
+        """
+        members, timeout = [], datetime.timedelta(seconds=SUM_TIMEOUT)
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            lighthouse = http.client.HTTPConnection(self._lighthouse, timeout=SUM_TIMEOUT)
+            lighthouse.request("GET", "/status")
+            page = lighthouse.getresponse().read().decode(errors="replace")
+            members = re.findall(r"TCPStore: (\S+:\d+)", page)
+        for member in filter(_answers, members):  # the oldest one first
+            host, _, port = member.rpartition(":")
+            with contextlib.suppress(dist.DistError):
+                store = dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)
+                self._facts_of_others = json.loads(store.get("facts"))
+                return
 
     def share_state(self, learner):
         self.check_same("net", describe_net(learner.model))
@@ -152,6 +198,7 @@ class ElasticGroup:
         """
         if self._manager is None:
             self.exchange.layout = self.exchange.layout_of(metrics)
+            self.ask_others()
             self.check_same("metrics", self.exchange.layout)
             self._join()
         device = self._learner.device
@@ -188,9 +235,9 @@ class ElasticGroup:
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         timeout, host = datetime.timedelta(seconds=TIMEOUT), socket.gethostname()
         sum_timeout = datetime.timedelta(seconds=SUM_TIMEOUT)
-        lighthouse = "{}:{}".format(*self._lighthouse)
         try:
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self._store.set("facts", json.dumps(self._facts))  # for ask_others
             self._manager = Manager(
                 ProcessGroupGloo(timeout=sum_timeout),
                 self._heal,
@@ -204,13 +251,13 @@ class ElasticGroup:
                 world_size=1,
                 store_addr=host,
                 store_port=self._store.port,
-                lighthouse_addr=f"http://{lighthouse}",
+                lighthouse_addr=f"http://{self._lighthouse}",
                 # Ranks follow from the names, so the oldest learner is the first.
                 replica_id=f"{time.time():017.6f}-{self.name}",
             )
         except Exception as error:  # of several kinds, from a library in another language
             raise EnvError(
-                f"cannot join others by the lighthouse at {lighthouse}, as {host}: {error!r}"
+                f"cannot join others by the lighthouse at {self._lighthouse}, as {host}: {error!r}"
             ) from error
 
     def _start_quorum(self):
@@ -225,12 +272,10 @@ class ElasticGroup:
             except Exception as error:  # of several kinds, as above
                 # There is none while half of the learners or more are alive, but do not ask for it.
                 is_late = isinstance(error, TimeoutError) and not self._is_stopping
-                if not (is_late and self.lighthouse_answers()):
+                if not (is_late and _answers(self._lighthouse)):
                     raise EnvError(
-                        "the lighthouse at {}:{} has not answered, so this learner ends ".format(
-                            *self._lighthouse
-                        )
-                        + repr(error)
+                        f"the lighthouse at {self._lighthouse} has not answered, so this learner "
+                        f"ends {error!r}"
                     ) from error
                 logging.warning("No quorum for %d s: other learners are silent", QUORUM_TIMEOUT)
                 self._manager._quorum_future = None  # or it would raise the same error again
@@ -244,10 +289,8 @@ class ElasticGroup:
         return {"facts": self._facts, "state": self._learner.state()}
 
     def _heal(self, received):
-        for what, value in received["facts"].items():
-            refuse_difference(
-                what, ("of this learner", self._facts.get(what)), ("of the others", value)
-            )
+        self._facts_of_others = received["facts"]
+        self._compare()
         step, own_step = received["state"]["stats"]["step"], self._learner.step
         if step < own_step:
             logging.error(
@@ -270,14 +313,6 @@ class ElasticGroup:
         """Stop this learner alone."""
         self._is_stopping = True
         stop.set()
-
-    def lighthouse_answers(self):
-        """Return whether something accepts connections there."""
-        try:
-            socket.create_connection(self._lighthouse, SUM_TIMEOUT).close()
-        except (OSError, OverflowError):
-            return False
-        return True
 
     def batch_in_hand(self):
         return self.starvation.batch_in_hand()

@@ -2,6 +2,7 @@
 """Learners that come and go: a short campaign, and what they refuse."""
 
 import importlib.util
+import logging
 import re
 import socket
 import threading
@@ -40,26 +41,34 @@ def lighthouse():
     server.shutdown()
 
 
+def start(tmp_path, lighthouse, *arguments):
+    arguments = (f"--elastic {lighthouse} --xpid run", "--savedir", tmp_path, *arguments)
+    return Program(HELPERS / "catch.py", CATCH, *arguments)
+
+
 @pytest.mark.whole
-def test_a_learner_with_other_flags_is_refused_and_the_others_go_on(tmp_path, lighthouse):
-    arguments = f"{CATCH} --elastic {lighthouse} --xpid run --disable_checkpoint"
-    arguments = (HELPERS / "catch.py", arguments, "--savedir", tmp_path)
-    with Program(*arguments, "--learning_rate 0.001") as first:
+def test_a_learner_with_other_flags_is_refused_before_it_joins(tmp_path, lighthouse):
+    with start(tmp_path, lighthouse, "--learning_rate 0.001") as first:
         first.wait_until(lambda: last_step(tmp_path / "run") > 1000)
-        status, output = run(*arguments, "--learning_rate 0.002")
+        with start(tmp_path, lighthouse, "--learning_rate 0.002") as other:
+            status, output = other.end()
+            other.wait_for_members()
         assert status == 1, output
-        assert "flags of this learner is {'learning_rate': 0.002}, that of the others" in output
-        assert "{'learning_rate': 0.001}" in output
+        *before, line = output.splitlines()
+        assert not any("ERROR" in line or "Traceback" in line for line in before), output
+        assert "the flags of this learner is {'learning_rate': 0.002}, that of the others" in line
+        assert line.endswith("{'learning_rate': 0.001}")
+        assert len(list((tmp_path / "run").glob("out.*-*.log"))) == 1  # of the first one
         step = last_step(tmp_path / "run")
         first.wait_until(lambda: last_step(tmp_path / "run") > step + 1000)
+        assert "2 learners take part" not in first.output
 
 
 class Member:
     """A learner of a group that comes and goes, whose gradients are all `value`."""
 
     def __init__(self, tmp_path, lighthouse, value, **metrics):
-        host, _, port = lighthouse.partition(":")
-        self.group, self.value = ElasticGroup(host, int(port)), value
+        self.group, self.value = ElasticGroup(lighthouse), value
         self.metrics = {"steps": float(value)} | metrics
         self.learner = create_learner(parse(tmp_path))
         self.group.share_state(self.learner)
@@ -84,7 +93,7 @@ def run_beside(function):
         except Exception as error:
             results.append((None, error))
 
-    thread = threading.Thread(target=call)
+    thread = threading.Thread(target=call, daemon=True)
     thread.start()
     return thread, results
 
@@ -109,9 +118,15 @@ def test_what_a_newcomer_computed_with_old_weights_counts_for_nothing(tmp_path, 
 
 
 @pytest.mark.whole
-def test_a_newcomer_with_other_metrics_is_refused_and_harms_nobody(tmp_path, lighthouse):
+@pytest.mark.parametrize("joins", [False, True], ids=["before it joins", "after it has joined"])
+def test_a_newcomer_with_other_metrics_is_refused_and_harms_nobody(
+    tmp_path, lighthouse, monkeypatch, caplog, joins
+):
+    caplog.set_level(logging.INFO)
     first, other = Member(tmp_path, lighthouse, 1), Member(tmp_path, lighthouse, 1, more=2.0)
     assert first.sum() == (1, {1.0}, 1.0)
+    if joins:  # as where both begin at once
+        monkeypatch.setattr(other.group, "ask_others", lambda: None)
 
     def join_and_leave():  # as Run does where there is an error
         try:
@@ -126,6 +141,21 @@ def test_a_newcomer_with_other_metrics_is_refused_and_harms_nobody(tmp_path, lig
     assert isinstance(error, FlagError)
     assert "the metrics of this learner is {'more': 1}" in str(error)
     assert first.sum() == (1, {1.0}, 1.0)
+    assert ("2 learners take part" in caplog.text) == joins
+    first.group.leave(is_over=True)
+
+
+@pytest.mark.whole
+def test_the_lighthouse_may_have_an_ipv6_address(tmp_path, lighthouse):
+    lighthouse = lighthouse.replace("localhost", "[::1]")
+    try:
+        socket.create_connection(("::1", int(lighthouse.rpartition(":")[2]))).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    first, other = Member(tmp_path, lighthouse, 1), Member(tmp_path, lighthouse, 1, more=2.0)
+    assert first.sum() == (1, {1.0}, 1.0)
+    with pytest.raises(FlagError, match="the metrics of this learner is {'more': 1}"):
+        other.sum()
     first.group.leave(is_over=True)
 
 
