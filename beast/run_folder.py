@@ -51,6 +51,7 @@ class RunFolder:
         self.path = run_path(flags)
         self._flags = flags
         self._meta = _describe_run(flags)
+        self._lock = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - until the process ends
@@ -68,6 +69,8 @@ class RunFolder:
                 f"another process is training in {self.path}; stop it or choose another --xpid"
             ) from None
         except OSError as error:
+            if self._lock is not None:
+                self._lock.close()  # here, since whoever keeps the error keeps this object
             raise FlagError(f"cannot use --savedir {flags.savedir}: {error}") from error
         _link_latest(self.path)
         logging.getLogger().addHandler(self._out)

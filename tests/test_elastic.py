@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learners that come and go: a short campaign, and what they refuse."""
+"""Learners that come and go: a short campaign, how one takes over, and what they refuse."""
 
+import contextlib
 import importlib.util
 import logging
+import os
 import re
+import signal
 import socket
 import threading
 
 import pytest
 import torch
-from program import HELPERS, ROOT, Program, last_step, run
-from small_run import create_learner, create_parser, parse
+from program import HELPERS, ROOT, Program, last_step, load, read_meta, run
+from small_run import create_learner, create_parser, parse, save, update
+from test_atomic_files import fill
 
 from beast.elastic import ElasticGroup
-from beast.errors import FlagError
+from beast.errors import EnvError, FlagError
 from beast.flags import parse_flags
+from beast.run import Run
+from beast.run_folder import RunFolder
 
 CATCH = "--env Catch --disable_cuda --num_actors 1 --envs_per_actor 4 --batch_size 4"
 
@@ -62,6 +68,40 @@ def test_a_learner_with_other_flags_is_refused_before_it_joins(tmp_path, lightho
         step = last_step(tmp_path / "run")
         first.wait_until(lambda: last_step(tmp_path / "run") > step + 1000)
         assert "2 learners take part" not in first.output
+
+
+@pytest.mark.whole
+def test_the_other_goes_on_when_the_writer_hangs_and_writes_when_it_is_dead(tmp_path, lighthouse):
+    folder = tmp_path / "run"
+    with start(tmp_path, lighthouse) as writer:
+        writer.wait_until(lambda: last_step(folder) > 0)
+        with start(tmp_path, lighthouse) as other:
+            other.wait_until(
+                lambda: "2 learners take part now; this one has rank 1" in other.output
+            )
+            os.kill(writer.pid, signal.SIGSTOP)
+            other.wait_until(
+                lambda: "1 learners take part now; this one has rank 0" in other.output
+            )
+            message = "This learner cannot write logs and checkpoints: another process is training"
+            other.wait_until(lambda: message in other.output)
+            steps = own_step(other)
+            other.wait_until(lambda: own_step(other) > steps)
+            step = last_step(folder)  # which nobody changes
+            os.kill(writer.pid, signal.SIGKILL)
+            other.wait_until(lambda: last_step(folder) > step)
+            os.kill(other.pid, signal.SIGTERM)
+            status, output = other.end()
+            assert status == 128 + signal.SIGTERM, output
+            assert read_meta(folder)["status"] == "stopped by SIGTERM"
+            assert load(folder / "model.tar")["step"] > step
+            other.wait_for_members()
+
+
+def own_step(program):
+    """Return the step of the last status line that a program has printed; 0 if there is none."""
+    steps = re.findall(r"% \| ([\d,]+) steps", program.output)
+    return int(steps[-1].replace(",", "")) if steps else 0
 
 
 class Member:
@@ -157,6 +197,92 @@ def test_the_lighthouse_may_have_an_ipv6_address(tmp_path, lighthouse):
     with pytest.raises(FlagError, match="the metrics of this learner is {'more': 1}"):
         other.sum()
     first.group.leave(is_over=True)
+
+
+@pytest.fixture
+def take_part(caplog):
+    """Make runs of learners that take part, and have made two updates: they exchange nothing."""
+    caplog.set_level(logging.INFO)
+
+    @contextlib.contextmanager
+    def take_part(savedir, rank):
+        flags = parse(savedir, "--xpid run --disable_cuda")
+        learner = create_learner(flags)
+        learner.group = ElasticGroup("localhost:1")
+        with Run(flags, learner) as run:
+            learner.group.rank = rank
+            for _ in range(2):
+                update(learner)
+            yield run
+
+    return take_part
+
+
+CANNOT_WRITE = "This learner cannot write logs and checkpoints: "
+
+
+def lock(folder):
+    """Hold the folder as a stopped writer does; return a function that ends that."""
+    holder = RunFolder(parse(folder))
+    return lambda: holder.close("")
+
+
+def put_a_file_there(folder):
+    (folder / "run").rename(folder / "moved")
+    (folder / "run").touch()
+    return (folder / "run").unlink
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lock, "another process is training in"),
+        (lambda folder: fill(folder).unlink, "cannot use --savedir .*No space left on device"),
+        (put_a_file_there, "cannot use --savedir .*File exists"),
+    ],
+    ids=["locked", "full", "no folder"],
+)
+def test_a_learner_that_cannot_take_over_learns_on_and_tries_again(
+    small_disk, take_part, caplog, spoil, reason
+):
+    with take_part(small_disk, rank=0) as run:
+        mend = spoil(small_disk)
+        for _ in range(2):
+            run._take_folder()
+        mend()
+        assert len(re.findall(CANNOT_WRITE + reason, caplog.text)) == 1
+        run._take_folder()
+        assert caplog.messages[-1] == "This learner writes logs and checkpoints from here on"
+    assert load(small_disk / "run" / "model.tar")["step"] == 200
+    assert read_meta(small_disk / "run")["status"] == "ended"
+
+
+def test_a_learner_that_never_could_take_over_says_that_nothing_was_saved(tmp_path, take_part):
+    release = lock(tmp_path)
+    with pytest.raises(FlagError, match="nothing was saved: another process is training in"):
+        with take_part(tmp_path, rank=0):
+            pass
+    release()
+    assert not (tmp_path / "run" / "model.tar").exists()
+
+
+def test_when_all_end_at_once_a_checkpoint_that_cannot_be_read_stays(tmp_path, take_part, caplog):
+    model = tmp_path / "run" / "model.tar"
+    with pytest.raises(EnvError, match="the lighthouse has gone"):
+        with take_part(tmp_path, rank=1):
+            model.write_bytes(b"damaged")
+            raise EnvError("the lighthouse has gone")
+    assert model.read_bytes() == b"damaged"
+    assert f"{CANNOT_WRITE}cannot read the checkpoint {model}: it is damaged" in caplog.text
+
+
+@pytest.mark.parametrize(("num_updates", "step"), [(1, 200), (3, 300)])
+def test_when_all_end_at_once_the_newest_weights_are_saved(tmp_path, take_part, num_updates, step):
+    with pytest.raises(EnvError):
+        with take_part(tmp_path, rank=1):
+            save(parse(tmp_path), num_updates)  # by the writer
+            raise EnvError("the lighthouse has gone")
+    assert load(tmp_path / "run" / "model.tar")["step"] == step
 
 
 @pytest.mark.parametrize(
