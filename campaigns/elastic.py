@@ -8,10 +8,14 @@ random moment, and starts another one soon after. `--target writer` kills the on
 and checkpoints; `--target lighthouse` the lighthouse, upon which all learners have to end, and all
 are started anew.
 
-After each update a learner writes down the number of the exchange, a hash of weights and optimizer,
-and which batches were in it. From this: all learners that go on have the same after each exchange;
-no batch counts twice; the steps are those of the batches; nobody stood still for longer than
-torchft's time-out and two seconds. Prints Markdown, and what failed; then the exit status is 1.
+After each update a learner writes down the time, the number of the exchange, a hash of weights and
+optimizer, and which batches were in it. This shows whether all learners that go on have the same
+after each exchange, no batch counts twice, and the steps are those of the batches.
+
+A pause is the time from an update of a learner to its next one, for each learner by itself. From
+the last kill in it to its end, it must not be longer than TIMEOUT in beast/elastic.py plus two
+seconds: a second kill may cost as much again. Prints Markdown, and what failed; then the exit
+status is 1.
 """
 
 import argparse
@@ -41,7 +45,7 @@ ARGUMENTS = {
     "polybeast": "--num_servers 1 --num_actors 1 --envs_per_stream 4",
 }
 PATIENCE = 120  # seconds for anything that should happen, on a busy machine
-SLACK = 2  # seconds by which a stall may be longer than torchft's time-out
+SLACK = 2  # seconds by which a pause may be longer than the time-out of learners
 
 
 def run_member(name, number, folder, arguments):
@@ -97,6 +101,18 @@ def read_lines(path):
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
+def find_pauses(times, killed):
+    """Return seconds from each update of a learner to its next one, of which since the last kill.
+
+    Args:
+      times: of its updates; killed: of kills; both in order.
+    """
+    return [
+        (b - a, b - max([a, *(k for k in killed if a < k < b)]))
+        for a, b in itertools.pairwise(times)
+    ]
+
+
 def read_last_exchange(path):
     """Return the number in a learner's last line; 0 where there is none."""
     try:
@@ -118,7 +134,7 @@ class Campaign:
         self.problems, self.numbers = [], itertools.count()
         self.life, self.lives = 0, collections.defaultdict(list)  # numbers of learners, by life
         self.learners = {}  # those that run: Programs by number
-        self.kills, self.writers_killed, self.simultaneous = 0, 0, 0
+        self.kills, self.writers_killed, self.newcomers_killed, self.simultaneous = 0, 0, 0, 0
         self.killed = []  # times
         self.lighthouse = self.port = None
 
@@ -201,6 +217,7 @@ class Campaign:
             victim = self.dice.choice(sorted(self.learners))
         self.killed.append(time.time())
         self.writers_killed += victim == writer
+        self.newcomers_killed += not self.last_exchange(victim)
         self.simultaneous += len(self.learners) < self.flags.learners
         program = self.learners.pop(victim)
         os.kill(program.pid, signal.SIGKILL)
@@ -281,41 +298,37 @@ class Campaign:
         from program import load
 
         variants = collections.defaultdict(lambda: collections.defaultdict(list))
-        last = {}  # exchange of each learner
+        last, pauses = {}, []  # exchange of each learner; pauses of all
         for number in self.lives[self.life]:
-            for line in read_lines(self.folder / f"{number}.jsonl"):
+            lines = read_lines(self.folder / f"{number}.jsonl")
+            pauses += find_pauses([line["time"] for line in lines], self.killed)
+            for line in lines:
                 key = line["state"], json.dumps(line["batches"]), line["steps"]
-                variants[line["exchange"]][key].append((number, line["time"]))
+                variants[line["exchange"]][key].append(number)
                 last[number] = max(last.get(number, 0), line["exchange"])
         chain, dead_ends = [], 0
         for exchange, of_learners in sorted(variants.items()):
             # One that commits an update and dies before any other one has it leaves a dead end.
-            alive = [k for k, v in of_learners.items() if any(last[n] > exchange for n, _ in v)]
+            alive = [k for k, v in of_learners.items() if any(last[n] > exchange for n in v)]
             dead_ends += len(of_learners) - max(1, len(alive))
             self.check(len(alive) <= 1, f"learners differ after exchange {exchange}")
             key = (alive or list(of_learners))[0]
-            chain.append((min(t for _, t in of_learners[key]), *key, len(of_learners[key])))
+            chain.append((*key, len(of_learners[key])))
         numbers = sorted(variants)
         self.check(numbers == list(range(1, len(numbers) + 1)), "exchanges are missing")
-        batches = [tuple(batch) for _, _, text, *_ in chain for batch in json.loads(text)]
+        batches = [tuple(batch) for _, text, *_ in chain for batch in json.loads(text)]
         twice = [b for b, count in collections.Counter(batches).items() if count > 1]
         self.check(not twice, f"batches counted twice: {twice[:10]}")
-        times = [t for t, *_ in chain]
-        # A second kill meanwhile may cost as much again.
-        stalls = [
-            b - max([a, *(k for k in self.killed if a < k < b)])
-            for a, b in itertools.pairwise(times)
-        ]
         checkpoint = load(self.folder / "run" / "model.tar")
         start = getattr(self, "step", 0)
-        totals = list(itertools.accumulate((c[3] for c in chain), initial=start))
+        totals = list(itertools.accumulate((c[2] for c in chain), initial=start))
         self.step = checkpoint["step"]
         self.check(self.step in totals[-10:], f"saved at {self.step}, not one of {totals[-10:]}")
         with open(self.folder / "run" / "logs.csv", newline="") as file:
             steps = [int(row["step"]) for row in csv.DictReader(file)]
         self.check(steps == sorted(steps), "steps in logs.csv go backwards")
         self.found = getattr(self, "found", [])
-        self.found.append((len(chain), len(batches), dead_ends, stalls, [c[4] for c in chain]))
+        self.found.append((len(chain), len(batches), dead_ends, pauses, [c[3] for c in chain]))
 
     def report(self, seconds):
         import torch
@@ -323,9 +336,9 @@ class Campaign:
 
         from beast.elastic import TIMEOUT
 
-        stalls = [s for _, _, _, stalls, _ in self.found for s in stalls]
-        limit = TIMEOUT + SLACK
-        self.check(max(stalls) <= limit, f"a stall of {max(stalls):.1f} s, longer than {limit}")
+        pauses, since_kills = zip(*(p for found in self.found for p in found[3]), strict=True)
+        longest, limit = max(since_kills), TIMEOUT + SLACK
+        self.check(longest <= limit, f"no update for {longest:.1f} s after a kill, not {limit}")
         print_header(torch)
         alone = sum(n == 1 for *_, members in self.found for n in members)
         exchanges = sum(n for n, *_ in self.found)
@@ -333,14 +346,16 @@ class Campaign:
             "program, learners": f"{self.flags.program}, {self.flags.learners}",
             f"SIGKILL ({self.flags.target})": self.kills,
             "of them the writer": self.writers_killed,
+            "before their first update": self.newcomers_killed,
             "while another one was away": self.simultaneous,
             "seconds": f"{seconds:,.0f}",
             "exchanges, and batches in them": f"{exchanges:,}, {sum(f[1] for f in self.found):,}",
             "exchanges with one learner": alone,
             "updates that died with their learner": sum(f[2] for f in self.found),
-            "longest stall, s": f"{max(stalls):.1f}",
-            "stalls above 1 s: number, median": f"{sum(s > 1 for s in stalls)}, "
-            f"{statistics.median([s for s in stalls if s > 1] or [0]):.1f}",
+            "longest pause of a learner, s": f"{max(pauses):.1f}",
+            "longest from the last kill in a pause, s": f"{longest:.1f}",
+            "pauses above 1 s: number, median": f"{sum(p > 1 for p in pauses)}, "
+            f"{statistics.median([p for p in pauses if p > 1] or [0]):.1f}",
             "last stop: seconds until all had ended": f"{self.seconds_to_end:.1f}",
             "steps": f"{self.step:,}",
             "failures": len(self.problems),

@@ -38,6 +38,14 @@ def test_learners_stay_one_policy_whoever_is_killed(options):
     assert status == 0 and "| failures | 0 |" in output, output
 
 
+def test_the_campaign_measures_pauses_of_each_learner_and_from_the_last_kill(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "campaigns")
+    import elastic
+
+    pauses = elastic.find_pauses([10, 11, 19, 20], killed=[8, 13, 15, 30])
+    assert pauses == [(1, 1), (8, 4), (1, 1)]
+
+
 @pytest.fixture
 def lighthouse():
     """The address of a lighthouse."""
