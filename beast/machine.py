@@ -5,7 +5,7 @@ import logging
 import os
 import pathlib
 
-from beast.shared_memory import has_shared_memory
+from beast.shared_memory import count_learners, has_shared_memory
 
 # The rollouts under way, in batches: about the age of the acting policies, in updates. It is 2.4 in
 # the published curves, and MinAtar's Breakout learned at 64 in a trial; until there are trials of
@@ -40,11 +40,6 @@ def count_memory():
         *_read_limits("memory", "memory.limit_in_bytes"),
     ]
     return min([available, *(int(limit) for limit in limits if limit != "max")]) // count_learners()
-
-
-def count_learners():
-    """Return how many learners torchrun has started on this machine, this one included."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def _read_limits(controller, name):

@@ -9,7 +9,9 @@ import pytest
 import monobeast
 import polybeast
 from beast import machine
+from beast.errors import FlagError
 from beast.rollout_buffers import check_buffers
+from beast.shared_memory import check_shared_memory
 
 GIB = 2**30
 
@@ -80,6 +82,16 @@ def test_learners_of_one_machine_share_it(fake, monkeypatch):
     assert machine.count_memory() == 256 * GIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "40")
     assert machine.count_cores() == 1
+
+
+def test_learners_of_one_machine_share_dev_shm(monkeypatch):
+    usage = shutil.disk_usage("/")._replace(free=8 * 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    check_shared_memory(7 * 2**20, "rollouts")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check_shared_memory(3 * 2**20, "rollouts")
+    with pytest.raises(FlagError, match="need 4 MiB .* 4 MiB left for each of 2 learners: enlarge"):
+        check_shared_memory(4 * 2**20, "rollouts")
 
 
 def choose_actors(arguments, has_gpu=False):
