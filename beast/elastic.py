@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learners that come and go: --elastic, with torchft (https://github.com/meta-pytorch/torchft).
 
-Each is started by itself. Before every update torchft's lighthouse, a small server, agrees with
-them on who takes part: the quorum. One whose step is behind, as it is new or has missed an update,
-first gets weights, optimizer and counts from one that has made it, and gives no gradient of its old
-weights. Then all sum what they have (exchange.py), and each commits the update, unless it saw an
-error: then it tries again with its batch in the next quorum. If another one has committed
-meanwhile, it takes the weights of that one; its batch may already be part of them, so it is
-dropped. So no batch counts twice.
+Each learner is started by itself. Before every update they agree on who takes part (the quorum)
+through torchft's lighthouse, a small server. A learner whose step is behind, because it is new or
+missed an update, first takes weights, optimizer and counts from one that is up to date, and drops
+its gradient of the old weights. Then all sum their gradients and metrics (exchange.py), and each
+commits the update unless it saw an error. A learner that saw one tries again with the same batch in
+the next quorum. If another learner has committed the update, that batch may be part of it: so it
+is dropped, and the weights are taken from the other learner. No batch counts twice.
 
-The oldest learner of the quorum writes logs and checkpoints. Sums go over the CPU, on GPUs, too;
-what stands here was not run with GPUs.
+The oldest learner of the quorum writes logs and checkpoints. Sums are made on the CPU, with GPUs,
+too. This file was not tested with GPUs.
 """
 
 import contextlib
@@ -40,15 +40,16 @@ from beast.starvation import Starvation
 from beast.torchrun import check_flags
 
 INSTALL = "pip install torchft==0.2.0"
-TIMEOUT = 20  # seconds after which the others go on without one that is lost or hangs
-SUM_TIMEOUT = 5  # of which for a sum, or to find the others: there may be several in a row
-# Seconds that the lighthouse waits for a learner that lives, but has not asked for a quorum. With
-# fewer, newcomers could begin without one that has the newest weights and waits for a lost one.
+TIMEOUT = 20  # seconds after which the others go on without a learner that is lost or hangs
+SUM_TIMEOUT = 5  # seconds of these for a sum, or for a connection: several may follow each other
+# Seconds that the lighthouse waits for a learner that is alive but has not asked for a quorum. With
+# fewer, newcomers could start without the learner that has the newest weights, while that one still
+# waits for a lost one.
 JOIN_TIMEOUT = TIMEOUT
 LIGHTHOUSE_OPTIONS = f"--min_replicas 1 --join_timeout_ms {1000 * JOIN_TIMEOUT}"
 QUORUM_TIMEOUT = JOIN_TIMEOUT + 5  # seconds for an answer of the lighthouse
-MAX_FAILURES = 20  # exchanges in a row
-# Flags in which learners of one policy may differ, as they are about a machine.
+MAX_FAILURES = 20  # failed exchanges in a row, after which a learner ends
+# Flags about a machine, in which learners of one policy may differ.
 OWN_FLAGS = (
     *("env", "savedir", "seed", "rank", "num_actors", "num_servers", "server_addresses"),
     *("batch_size", "envs_per_actor", "envs_per_stream", "num_learner_threads"),
@@ -70,10 +71,11 @@ def join_group(flags):
     """Return a group that this learner joins with its first batch.
 
     Args:
-      flags: as the command line gives them.
+      flags: as given on the command line.
 
     Raises:
-      FlagError: torchft is missing, the lighthouse does not answer, or the flags do not go with it.
+      FlagError: torchft is missing, the lighthouse does not answer, a flag does not work with
+        --elastic, or the commit is not that of the other learners.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise FlagError(
@@ -109,10 +111,10 @@ def join_group(flags):
 
 
 def check_completed_flags(flags, group):
-    """Take part only with the flags of the others; draw a seed of this learner's own.
+    """Refuse flags that differ from those of the other learners; draw a seed for this one.
 
     Args:
-      flags: with what the checkpoint has added.
+      flags: completed from the checkpoint.
     """
     check_flags(flags, "with --elastic")
     flags.rank, flags.seed = 0, int.from_bytes(os.urandom(4), "little")
@@ -138,7 +140,7 @@ class ElasticGroup:
         self.name = f"{socket.gethostname()}-{os.getpid()}"
         self.rank, self.size = None, 1
         self.exchange, self.starvation = Exchange(), Starvation()
-        # What all must have in common, by its name; and what one that takes part has.
+        # What all learners must have in common, by name: of this one, and of one that takes part.
         self._facts, self._facts_of_others = {}, {}
         self._manager = None
 
@@ -156,7 +158,7 @@ class ElasticGroup:
     def _compare(self):
         for what, own in self._facts.items():
             other = self._facts_of_others.get(what, own)
-            refuse_difference(what, ("of this learner", own), ("of the others", other))
+            refuse_difference(what, ("this learner", own), ("another one", other))
 
     def ask_others(self):
         """Get the facts of a learner that takes part, so that check_same compares with them.
@@ -181,19 +183,19 @@ class ElasticGroup:
         self.check_same("net", describe_net(learner.model))
         self.check_same("device", learner.device.type)
         self.check_same("optimizer", type(learner.optimizer).__name__)
-        # A checkpoint that several resume has one state for all, and so the same action noise.
+        # Else learners that resume one checkpoint would all draw the same actions' noise.
         seed_generators([int.from_bytes(os.urandom(8), "little")])
         self._learner = learner
         self.exchange.remember_buffers(learner.model)
 
     def barrier(self):
-        """Do not wait: others go on meanwhile."""
+        """Do nothing: this learner waits for nobody."""
 
     def sum(self, model, metrics):
         """Sum gradients, in place, and metrics over the learners of the next quorum.
 
         Raises:
-          EnvError: the lighthouse has gone, or no exchange succeeds.
+          EnvError: the lighthouse does not answer, or MAX_FAILURES exchanges have failed.
           FlagError: this learner differs from the others; or see Exchange.
         """
         if self._manager is None:
@@ -224,11 +226,11 @@ class ElasticGroup:
         )
 
     def _join(self):
-        """Take part from now on: not before, as the others would wait for this learner."""
+        """Join the others. From here on they wait for this learner, so it must have a batch."""
         os.environ.setdefault("RUST_LOG", "error")
         from torchft import Manager, ProcessGroupGloo  # here, since few have it
 
-        # What they report is no error here, or is reported here.
+        # What they log is either not an error here, or logged here.
         for name in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         http.server.BaseHTTPRequestHandler.log_message = lambda *_: None
@@ -255,13 +257,13 @@ class ElasticGroup:
                 # Ranks follow from the names, so the oldest learner is the first.
                 replica_id=f"{time.time():017.6f}-{self.name}",
             )
-        except Exception as error:  # of several kinds, from a library in another language
+        except Exception as error:  # of several types, since the library is written in Rust
             raise EnvError(
                 f"cannot join others by the lighthouse at {self._lighthouse}, as {host}: {error!r}"
             ) from error
 
     def _start_quorum(self):
-        """Find out who takes part; return whether this learner got another one's state."""
+        """Agree on who takes part; return whether this learner took the state of another one."""
         self._is_healed, is_waiting = False, True
         while is_waiting:
             try:
@@ -269,15 +271,15 @@ class ElasticGroup:
                 is_waiting = False
             except (EnvError, FlagError):
                 raise
-            except Exception as error:  # of several kinds, as above
-                # There is none while half of the learners or more are alive, but do not ask for it.
+            except Exception as error:  # of several types, as above
+                # There is no quorum while half of the learners or more are alive but do not ask.
                 is_late = isinstance(error, TimeoutError) and not self._is_stopping
                 if not (is_late and _answers(self._lighthouse)):
                     raise EnvError(
                         f"the lighthouse at {self._lighthouse} has not answered, so this learner "
-                        f"ends {error!r}"
+                        f"ends: {error!r}"
                     ) from error
-                logging.warning("No quorum for %d s: other learners are silent", QUORUM_TIMEOUT)
+                logging.warning("No quorum for %d s: too many other learners hang", QUORUM_TIMEOUT)
                 self._manager._quorum_future = None  # or it would raise the same error again
         before, self.size = self.size, self._manager.num_participants()
         self.rank = self._manager.participating_rank()
@@ -298,7 +300,7 @@ class ElasticGroup:
                 *(f"{own_step:,}", f"{step:,}"),
             )
         try:
-            # A copy, since what was received lies in memory that nobody must write to.
+            # A copy, since the received tensors lie in memory that must not be written to.
             self._learner.load_state(copy.deepcopy(received["state"]))
         except Exception as error:
             raise EnvError(f"cannot take the state of another learner: {error!r}") from error
@@ -310,7 +312,7 @@ class ElasticGroup:
         return self.exchange.share_returns(*returns)
 
     def ask_to_stop(self, stop):
-        """Stop this learner alone."""
+        """Stop this learner; the others continue."""
         self._is_stopping = True
         stop.set()
 
@@ -318,7 +320,7 @@ class ElasticGroup:
         return self.starvation.batch_in_hand()
 
     def leave(self, is_over):
-        """Leave the group: the others go on, whether the run is over here or has failed."""
+        """Leave the group; the others continue, whether the run is over here or has failed."""
         if self._manager is not None:
             self._manager.shutdown()
             self._manager = None

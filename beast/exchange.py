@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What learners exchange in an update: one tensor of each, of which only the sum is needed.
+"""What learners exchange in an update: one tensor each, of which only the sum is needed.
 
-It holds the gradients, whether each parameter has one, and a table with a row for each learner,
-into which it alone writes, and the others zeros: so the sum of these tables is the table of all.
+It holds the gradients, a flag for each parameter that has one, and a table with a row for each
+learner. A learner fills its own row and leaves the others at zero, so the sum has all rows.
 """
 
 import torch
 
 from beast.errors import FlagError
 
-# What a row of the table holds before the metrics: whether the learner has a batch, whether its
-# gradient is not finite, whether it asks to stop; number and sum of returns, of episodes and games.
+# Columns of the table before the metrics: whether the learner has a batch, whether its gradient is
+# not finite, whether it asks to stop; number and sum of returns, of episodes and then of games.
 HEADER_SIZE = 7
 
 
@@ -19,20 +19,20 @@ class Exchange:
 
     Attributes:
       layout: how many numbers each metric has, by name; None until it is known.
-      num_batches: learners that had a batch in the last sum; None before the first one.
-      not_finite: those, by their rows, that gave something that is not finite.
-      has_to_stop: whether one of them asked to stop.
+      num_batches: how many learners had a batch in the last sum; None before the first sum.
+      not_finite: rows of the learners that gave something that is not finite.
+      has_to_stop: whether a learner asked to stop.
     """
 
     def __init__(self):
         self.layout = None
         self.num_batches, self.not_finite, self.has_to_stop = None, [], False
-        self._returns = [], []  # of episodes and games that the others do not know yet
-        self._shared_returns = [], []  # that sums have brought
-        self._has_unpacked = False  # since returns were shared
+        self._returns = [], []  # of episodes and of games, not yet sent to the others
+        self._shared_returns = [], []  # the same, received from all learners
+        self._has_unpacked = False  # since share_returns was last called
 
     def remember_buffers(self, model):
-        """From here on, a forward pass must leave the net's buffers as they are."""
+        """Remember the net's buffers, which no forward pass may change from here on."""
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def _check_buffers(self, model):
@@ -49,12 +49,13 @@ class Exchange:
         return {name: torch.as_tensor(value).numel() for name, value in metrics.items()}
 
     def pack(self, model, metrics, row, num_rows, asks_to_stop=False):
-        """Return a tensor, float32, or float64 where a parameter is.
+        """Return a tensor to sum: float64 if a parameter is float64, else float32.
 
         Args:
           model: its gradients are packed.
-          metrics: tensors and numbers by name; empty where the learner has no batch.
-          row, num_rows: of this learner, and of all, in the table.
+          metrics: tensors and numbers by name; empty if the learner has no batch.
+          row: of this learner in the table.
+          num_rows: of the table, one for each learner.
 
         Raises:
           FlagError: a forward pass has changed a buffer of the net.
@@ -90,9 +91,10 @@ class Exchange:
         return torch.cat([gradients, there, table.flatten()])
 
     def unpack(self, model, total, num_rows):
-        """Write the sum's gradients into the model; return its metrics, and remember all else.
+        """Write the summed gradients into the model, keep the rest here, and return the metrics.
 
-        `moments` is not summed, but [rows, moments]. What was packed here counts as given.
+        Of the metrics, `moments` is not summed but gathered: [rows, moments]. Returns that were
+        packed count as sent.
         """
         parameters = list(model.parameters())
         sizes = [p.numel() for p in parameters]
@@ -125,20 +127,21 @@ class Exchange:
         }
 
     def forget_returns(self):
-        """Forget the returns that were to be given, and those that sums have brought."""
+        """Forget the returns that were not yet sent, and those that were received."""
         for returns in (*self._returns, *self._shared_returns):
             returns.clear()
 
     def add_returns(self, *returns):
-        """Have returns of episodes and games, lists, go to the others with the next exchange."""
+        """Send returns of episodes and of games, two lists, with the next exchange."""
         for pending, new in zip(self._returns, returns, strict=True):
             pending += new
 
     def share_returns(self, *returns):
-        """Return returns of episodes and games that ended at any learner: lists.
+        """Exchange returns of episodes and of games that have ended, two lists.
 
-        These go to the others with the next exchange; those of the exchanges since the last call
-        are returned, each as the mean of what its learner had.
+        The given ones are sent with the next exchange. Those received from all learners since the
+        last call are returned. A learner's returns arrive as their number and sum, so each is
+        replaced by their mean.
 
         Raises:
           FlagError: there was no sum since the last call.
@@ -155,17 +158,17 @@ class Exchange:
 
 
 def describe_net(model):
-    """Return what the nets of all learners must have in common, as a dict of texts."""
+    """Return what the nets of all learners must have in common: dtypes, shapes and order."""
     tensors = model.state_dict()
     return {n: f"{t.dtype} {list(t.shape)}" for n, t in tensors.items()} | {"order": list(tensors)}
 
 
 def refuse_difference(what, *learners):
-    """Raise a FlagError where two learners do not have the same.
+    """Raise a FlagError if two learners differ.
 
     Args:
-      what: the name of what is compared.
-      learners: for each of the two, who it is and what it has, a text or a dict.
+      what: name of what is compared.
+      learners: for each of the two, a text that names it, and its value, a text or a dict.
     """
     (first, a), (second, b) = learners
     if a == b:
@@ -173,4 +176,4 @@ def refuse_difference(what, *learners):
     if isinstance(a, dict):
         names = [name for name in a | b if a.get(name) != b.get(name)]
         a, b = ({name: x.get(name) for name in names} for x in (a, b))
-    raise FlagError(f"the {what} {first} is {a}, that {second} {b}")
+    raise FlagError(f"all learners need the same {what}: {first} has {a}, {second} {b}")

@@ -119,7 +119,7 @@ class LearnerGroup:
         values = [None] * self.size
         dist.all_gather_object(values, value)
         for rank, other in enumerate(values):
-            refuse_difference(what, (f"of rank {rank}", other), ("of rank 0", values[0]))
+            refuse_difference(what, (f"rank {rank}", other), ("rank 0", values[0]))
 
     def share_state(self, learner):
         """Have all learners begin with the weights, optimizer and counts of rank 0."""

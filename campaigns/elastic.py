@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do learners that come and go stay one policy, whoever is killed?
+"""Do learners that come and go stay one policy when any of them is killed?
 
     python campaigns/elastic.py [--target any] [--kills 50] [--learners 4] [--program monobeast]
 
 Trains Catch (tests/helpers) with several learners of --elastic, sends SIGKILL to one of them at a
-random moment, and starts another one soon after. `--target writer` kills the one that writes logs
-and checkpoints; `--target lighthouse` the lighthouse, upon which all learners have to end, and all
-are started anew.
+random moment, and starts another one soon after. `--target writer` kills the learner that writes
+logs and checkpoints. `--target lighthouse` kills the lighthouse: then all learners must end, and
+all are started again.
 
-After each update a learner writes down the time, the number of the exchange, a hash of weights and
-optimizer, and which batches were in it. This shows whether all learners that go on have the same
-after each exchange, no batch counts twice, and the steps are those of the batches.
+After each update each learner writes a line: time, number of the exchange, a hash of weights and
+optimizer, and which batches were in it. From these lines the campaign checks that after each
+exchange all learners that continue are equal, that no batch counts twice, and that the steps are
+those of the batches.
 
-A pause is the time from an update of a learner to its next one, for each learner by itself. From
-the last kill in it to its end, it must not be longer than TIMEOUT in beast/elastic.py plus two
-seconds: a second kill may cost as much again. Prints Markdown, and what failed; then the exit
-status is 1.
+It also measures pauses. A pause is the time between two lines of the same learner. The report has
+the longest one of all learners. A pause may contain several kills, each of which may cost the
+time-out again; so the time from the last kill in it to its end is what must not exceed TIMEOUT in
+beast/elastic.py plus two seconds. Prints Markdown; if a check fails, says so and exits with 1.
 """
 
 import argparse
@@ -44,8 +45,8 @@ ARGUMENTS = {
     "monobeast": "--num_actors 1 --envs_per_actor 4",
     "polybeast": "--num_servers 1 --num_actors 1 --envs_per_stream 4",
 }
-PATIENCE = 120  # seconds for anything that should happen, on a busy machine
-SLACK = 2  # seconds by which a pause may be longer than the time-out of learners
+PATIENCE = 120  # seconds to wait for anything, on a busy machine
+SLACK = 2  # seconds by which a pause may exceed TIMEOUT
 
 
 def run_member(name, number, folder, arguments):
@@ -87,7 +88,7 @@ def run_member(name, number, folder, arguments):
 
 
 def digest(model, optimizer, stats):
-    """Return a hash of the weights, of what the optimizer knows of them, and of all counts."""
+    """Return a hash of the weights, the optimizer's state, the learning rate and all counts."""
     result = hashlib.sha256(json.dumps([stats, optimizer.param_groups[0]["lr"]]).encode())
     for weight in model.parameters():
         result.update(weight.detach().numpy().tobytes())
@@ -96,16 +97,17 @@ def digest(model, optimizer, stats):
 
 
 def read_lines(path):
-    """Return the lines of a learner, but one that a kill has torn."""
+    """Return the lines of a learner, without one that a kill has cut off."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def find_pauses(times, killed):
-    """Return seconds from each update of a learner to its next one, of which since the last kill.
+    """Return the pauses between updates of a learner: seconds, and those from the last kill in it.
 
     Args:
-      times: of its updates; killed: of kills; both in order.
+      times: when it made its updates.
+      killed: when learners were killed.
     """
     return [
         (b - a, b - max([a, *(k for k in killed if a < k < b)]))
@@ -114,7 +116,7 @@ def find_pauses(times, killed):
 
 
 def read_last_exchange(path):
-    """Return the number in a learner's last line; 0 where there is none."""
+    """Return the number of the exchange in a learner's last line; 0 if there is none."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.path.getsize(path) - 4096))
@@ -126,7 +128,7 @@ def read_last_exchange(path):
 
 
 class Campaign:
-    """Learners that are killed and replaced; `problems` are texts."""
+    """Learners that are killed and replaced; `problems` says which checks failed."""
 
     def __init__(self, flags, folder):
         self.flags, self.folder = flags, folder
@@ -203,13 +205,13 @@ class Campaign:
         self.wait_for(lambda: have_gone_on(begin), "five more of each")
 
     def have_newest_weights(self):
-        """Return those that run and have made the newest update, or only the one before."""
-        # Read first, as the others go on.
+        """Return the running learners that have made the newest update, or the one before it."""
+        # Read first, since the learners continue meanwhile.
         newest = max(self.last_exchange(n) for n in self.lives[self.life])
         return [n for n in sorted(self.learners) if self.last_exchange(n) >= max(1, newest - 1)]
 
     def kill_learner(self):
-        """Kill one that runs; one must stay that has the newest weights, or the run begins anew."""
+        """Kill a learner; another one must have the newest weights, or they would be lost."""
         self.wait_for(lambda: len(self.have_newest_weights()) >= 2, "a second learner")
         writer = self.have_newest_weights()[0]
         victim = writer
@@ -228,10 +230,10 @@ class Campaign:
             program.wait_for_members()
 
     def run_kills(self):
-        """Kill learners at random moments, and replace each some seconds later."""
+        """Kill learners at random moments, and replace each of them some seconds later."""
         self.start_life()
         end = time.monotonic()
-        due = []  # when learners are to be started
+        due = []  # times at which to start learners
         while self.kills < self.flags.kills:
             end += self.dice.uniform(0, 2 * self.flags.pause)
             while time.monotonic() < end or due:
@@ -252,7 +254,7 @@ class Campaign:
         self.stop(signal.SIGTERM, 128 + signal.SIGTERM, "stopped by SIGTERM")
 
     def run_lighthouses(self):
-        """Kill the lighthouse, upon which all learners have to save and end; start all anew."""
+        """Kill the lighthouse, check that all learners save and end, and start all again."""
         while True:
             self.start_life()
             if self.kills == self.flags.kills:
@@ -277,7 +279,7 @@ class Campaign:
             assert status is None, f"learner {number} ended by itself:\n{program.output}"
 
     def stop(self, number, status, message):
-        """Wait until all learners have ended with this status, and said why."""
+        """Send a signal, if any; check that all learners end with this status and message."""
         begin = time.monotonic()
         for program in self.learners.values():
             if number is not None:
@@ -294,7 +296,7 @@ class Campaign:
         self.check_life()
 
     def check_life(self):
-        """Follow the exchanges of the learners since all were started."""
+        """Check the exchanges of the learners since all were started."""
         from program import load
 
         variants = collections.defaultdict(lambda: collections.defaultdict(list))
@@ -308,7 +310,7 @@ class Campaign:
                 last[number] = max(last.get(number, 0), line["exchange"])
         chain, dead_ends = [], 0
         for exchange, of_learners in sorted(variants.items()):
-            # One that commits an update and dies before any other one has it leaves a dead end.
+            # A learner may commit an update and die before any other one has it: a dead end.
             alive = [k for k, v in of_learners.items() if any(last[n] > exchange for n in v)]
             dead_ends += len(of_learners) - max(1, len(alive))
             self.check(len(alive) <= 1, f"learners differ after exchange {exchange}")

@@ -70,8 +70,8 @@ def test_a_learner_with_other_flags_is_refused_before_it_joins(tmp_path, lightho
         assert status == 1, output
         *before, line = output.splitlines()
         assert not any("ERROR" in line or "Traceback" in line for line in before), output
-        assert "the flags of this learner is {'learning_rate': 0.002}, that of the others" in line
-        assert line.endswith("{'learning_rate': 0.001}")
+        message = "all learners need the same flags: this learner has {'learning_rate': 0.002}, "
+        assert line.endswith(message + "another one {'learning_rate': 0.001}")
         assert len(list((tmp_path / "run").glob("out.*-*.log"))) == 1  # of the first one
         step = last_step(tmp_path / "run")
         first.wait_until(lambda: last_step(tmp_path / "run") > step + 1000)
@@ -187,7 +187,7 @@ def test_a_newcomer_with_other_metrics_is_refused_and_harms_nobody(
         assert first.sum() == (1, {1.0}, 1.0)
     ((_, error),) = results
     assert isinstance(error, FlagError)
-    assert "the metrics of this learner is {'more': 1}" in str(error)
+    assert "the same metrics: this learner has {'more': 1}" in str(error)
     assert first.sum() == (1, {1.0}, 1.0)
     assert ("2 learners take part" in caplog.text) == joins
     first.group.leave(is_over=True)
@@ -202,7 +202,7 @@ def test_the_lighthouse_may_have_an_ipv6_address(tmp_path, lighthouse):
         pytest.skip(f"this machine has no IPv6: {error}")
     first, other = Member(tmp_path, lighthouse, 1), Member(tmp_path, lighthouse, 1, more=2.0)
     assert first.sum() == (1, {1.0}, 1.0)
-    with pytest.raises(FlagError, match="the metrics of this learner is {'more': 1}"):
+    with pytest.raises(FlagError, match="the same metrics: this learner has {'more': 1}"):
         other.sum()
     first.group.leave(is_over=True)
 

@@ -256,11 +256,11 @@ def test_flags_and_variables_that_contradict_each_other_are_refused_at_once(
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ("--learning_rate=0.5", "rank 1 is {'learning_rate': 0.5}, that of rank 0"),
-        ("--total_steps=5", "rank 1 is {'total_steps': 5}, that of rank 0"),
-        ("commit", "the commit of rank 1 is 0123abc, that of rank 0"),
-        ("environment", "the environment of rank 1 is Box("),
-        ("net", "the net of rank 1 is {'more.weight': 'torch.float32 [2, 2]', 'more.bias'"),
+        ("--learning_rate=0.5", "rank 1 has {'learning_rate': 0.5}, rank 0 {'"),
+        ("--total_steps=5", "rank 1 has {'total_steps': 5}, rank 0 {'"),
+        ("commit", "the same commit: rank 1 has 0123abc, rank 0 "),
+        ("environment", "the same environment: rank 1 has Box("),
+        ("net", "the same net: rank 1 has {'more.weight': 'torch.float32 [2, 2]', 'more.bias'"),
     ],
 )
 def test_a_rank_that_differs_is_refused_with_both_values(tmp_path, other, message):
