@@ -12,11 +12,13 @@ import threading
 
 import pytest
 import torch
+from deadline import Thread
 from program import HELPERS, ROOT, Program, last_step, load, read_meta, run
 from small_run import create_learner, create_parser, parse, save, update
 from test_atomic_files import fill
 
-from beast.elastic import ElasticGroup
+from beast import learner_group
+from beast.elastic import ElasticGroup, join_group
 from beast.errors import EnvError, FlagError
 from beast.flags import parse_flags
 from beast.run import Run
@@ -131,38 +133,53 @@ class Member:
         return self.group.size, gradients, float(steps)
 
 
-def run_beside(function):
-    """Call a function in a thread; return that, and a list that gets its result and its error."""
-    results = []
-
-    def call():
-        try:
-            results.append((function(), None))
-        except Exception as error:
-            results.append((None, error))
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    return thread, results
-
-
 @pytest.mark.whole
 def test_what_a_newcomer_computed_with_old_weights_counts_for_nothing(tmp_path, lighthouse):
     first, other = (Member(tmp_path, lighthouse, value) for value in (1, 100))
     assert first.sum() == (1, {1.0}, 1.0)
     with torch.no_grad():
         other.learner.model.weight += 1
-    thread, results = run_beside(lambda: [other.sum() for _ in range(3)])
+    thread = Thread(lambda: [other.sum() for _ in range(3)])
     sums = []
     while [size for size, _, _ in sums].count(2) < 3:
         sums.append(first.sum())
     together = [s for s in sums if s[0] == 2]
     assert together == [(2, {1.0}, 1.0), (2, {101.0}, 101.0), (2, {101.0}, 101.0)]
-    thread.join(60)
-    assert results == [(together, None)]
+    assert thread.result() == together
     assert torch.equal(first.learner.model.weight, other.learner.model.weight)
     for member in (first, other):
         member.group.leave(is_over=True)
+
+
+@pytest.mark.whole
+def test_others_go_on_when_one_hangs_in_a_sum_and_take_it_back(tmp_path, lighthouse, monkeypatch):
+    *others, hanging = members = [Member(tmp_path, lighthouse, value) for value in (1, 2, 4)]
+    sum_all(members, 3)
+    may_go_on, pack = threading.Event(), hanging.group.exchange.pack
+
+    def wait_and_pack(*args):  # torchft's threads still send heartbeats
+        may_go_on.wait()
+        return pack(*args)
+
+    monkeypatch.setattr(hanging.group.exchange, "pack", wait_and_pack)
+    thread = Thread(hanging.sum)
+    assert sum_all(others, 2) == [(2, {3.0}, 3.0)] * 2
+    assert sum_all(others, 2) == [(2, {3.0}, 3.0)] * 2
+    may_go_on.set()
+    assert [*sum_all(others, 3), thread.result()] == [(3, {3.0}, 3.0)] * 3  # its batch was dropped
+    for member in members:
+        member.group.leave(is_over=True)
+
+
+def sum_all(members, size):
+    """Have members sum at the same time until so many take part; return the last results."""
+
+    def sum_until(member):
+        while (result := member.sum())[0] != size:
+            pass
+        return result
+
+    return [thread.result() for thread in [Thread(sum_until, member) for member in members]]
 
 
 @pytest.mark.whole
@@ -182,24 +199,25 @@ def test_a_newcomer_with_other_metrics_is_refused_and_harms_nobody(
         finally:
             other.group.leave(is_over=True)
 
-    thread, results = run_beside(join_and_leave)
+    thread = Thread(join_and_leave)
     while thread.is_alive():
         assert first.sum() == (1, {1.0}, 1.0)
-    ((_, error),) = results
-    assert isinstance(error, FlagError)
-    assert "the same metrics: this learner has {'more': 1}" in str(error)
+    with pytest.raises(FlagError, match="the same metrics: this learner has {'more': 1}"):
+        thread.result()
     assert first.sum() == (1, {1.0}, 1.0)
     assert ("2 learners take part" in caplog.text) == joins
     first.group.leave(is_over=True)
 
 
 @pytest.mark.whole
-def test_the_lighthouse_may_have_an_ipv6_address(tmp_path, lighthouse):
+def test_the_lighthouse_may_have_an_ipv6_address(tmp_path, lighthouse, monkeypatch):
     lighthouse = lighthouse.replace("localhost", "[::1]")
     try:
         socket.create_connection(("::1", int(lighthouse.rpartition(":")[2]))).close()
     except OSError as error:
         pytest.skip(f"this machine has no IPv6: {error}")
+    monkeypatch.setattr(learner_group, "_current", learner_group.ALONE)
+    join_group(create_parser().parse_args(["--xpid", "run", "--elastic", lighthouse]))
     first, other = Member(tmp_path, lighthouse, 1), Member(tmp_path, lighthouse, 1, more=2.0)
     assert first.sum() == (1, {1.0}, 1.0)
     with pytest.raises(FlagError, match="the same metrics: this learner has {'more': 1}"):
@@ -241,14 +259,20 @@ def put_a_file_there(folder):
     return (folder / "run").unlink
 
 
+def put_a_folder_in_place_of_the_log(folder):
+    (folder / "run" / "logs.csv").mkdir()
+    return (folder / "run" / "logs.csv").rmdir
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
         (lock, "another process is training in"),
         (lambda folder: fill(folder).unlink, "cannot use --savedir .*No space left on device"),
         (put_a_file_there, "cannot use --savedir .*File exists"),
+        (put_a_folder_in_place_of_the_log, "cannot use --savedir .*Is a directory"),
     ],
-    ids=["locked", "full", "no folder"],
+    ids=["locked", "full", "no folder", "no log"],
 )
 def test_a_learner_that_cannot_take_over_learns_on_and_tries_again(
     small_disk, take_part, caplog, spoil, reason
@@ -263,6 +287,15 @@ def test_a_learner_that_cannot_take_over_learns_on_and_tries_again(
         assert caplog.messages[-1] == "This learner writes logs and checkpoints from here on"
     assert load(small_disk / "run" / "model.tar")["step"] == 200
     assert read_meta(small_disk / "run")["status"] == "ended"
+
+
+def test_a_learner_that_takes_over_replaces_a_damaged_checkpoint(tmp_path, take_part, caplog):
+    model = tmp_path / "run" / "model.tar"
+    with take_part(tmp_path, rank=0) as run:
+        model.write_bytes(b"damaged")
+        run._take_folder()
+        assert caplog.messages[-1] == "This learner writes logs and checkpoints from here on"
+    assert load(model)["step"] == 200
 
 
 def test_a_learner_that_never_could_take_over_says_that_nothing_was_saved(tmp_path, take_part):
