@@ -40,7 +40,9 @@ from beast.starvation import Starvation
 from beast.torchrun import check_flags
 
 INSTALL = "pip install torchft==0.2.0"
-TIMEOUT = 20  # seconds after which the others go on without a learner that is lost or hangs
+# Seconds after which the others go on without a learner that is lost, or that hangs between sums.
+# One that hangs in a sum, with heartbeats, costs them SUM_TIMEOUT more.
+TIMEOUT = 20
 SUM_TIMEOUT = 5  # seconds of these for a sum, or for a connection: several may follow each other
 # Seconds that the lighthouse waits for a learner that is alive but has not asked for a quorum. With
 # fewer, newcomers could start without the learner that has the newest weights, while that one still
@@ -259,7 +261,7 @@ class ElasticGroup:
             )
         except Exception as error:  # of several types, since the library is written in Rust
             raise EnvError(
-                f"cannot join others by the lighthouse at {self._lighthouse}, as {host}: {error!r}"
+                f"cannot join others via the lighthouse at {self._lighthouse}, as {host}: {error!r}"
             ) from error
 
     def _start_quorum(self):
@@ -284,7 +286,9 @@ class ElasticGroup:
         before, self.size = self.size, self._manager.num_participants()
         self.rank = self._manager.participating_rank()
         if self.size != before:
-            logging.info("%d learners take part now; this one has rank %d", self.size, self.rank)
+            logging.info(
+                "The number of learners is %d now; this one has rank %d", self.size, self.rank
+            )
         return self._is_healed
 
     def _state(self):

@@ -39,8 +39,8 @@ class Exchange:
         for name, buffer in model.named_buffers():
             if not torch.equal(buffer, self._buffers[name]):
                 raise FlagError(
-                    f"a forward pass changes the net's buffer {name!r}, of which each learner "
-                    "would have another one: use a layer without such statistics (GroupNorm or "
+                    f"a forward pass changes the net's buffer {name!r}, which would then "
+                    "differ between learners: use a layer without such statistics (GroupNorm or "
                     "LayerNorm for BatchNorm)"
                 )
 
@@ -148,8 +148,8 @@ class Exchange:
         """
         if not self._has_unpacked:
             raise FlagError(
-                "there are several learners, but this program's `learn` does not sum over them, as "
-                "docs/learners.md shows: start it as the only one"
+                "there are several learners, but this program's `learn` does not sum over them: "
+                "change it as docs/learners.md shows, or start only one"
             )
         self._has_unpacked = False
         self.add_returns(*returns)

@@ -77,7 +77,7 @@ def test_a_learner_with_other_flags_is_refused_before_it_joins(tmp_path, lightho
         assert len(list((tmp_path / "run").glob("out.*-*.log"))) == 1  # of the first one
         step = last_step(tmp_path / "run")
         first.wait_until(lambda: last_step(tmp_path / "run") > step + 1000)
-        assert "2 learners take part" not in first.output
+        assert "number of learners is 2" not in first.output
 
 
 @pytest.mark.whole
@@ -87,11 +87,11 @@ def test_the_other_goes_on_when_the_writer_hangs_and_writes_when_it_is_dead(tmp_
         writer.wait_until(lambda: last_step(folder) > 0)
         with start(tmp_path, lighthouse) as other:
             other.wait_until(
-                lambda: "2 learners take part now; this one has rank 1" in other.output
+                lambda: "The number of learners is 2 now; this one has rank 1" in other.output
             )
             os.kill(writer.pid, signal.SIGSTOP)
             other.wait_until(
-                lambda: "1 learners take part now; this one has rank 0" in other.output
+                lambda: "The number of learners is 1 now; this one has rank 0" in other.output
             )
             message = "This learner cannot write logs and checkpoints: another process is training"
             other.wait_until(lambda: message in other.output)
@@ -205,7 +205,7 @@ def test_a_newcomer_with_other_metrics_is_refused_and_harms_nobody(
     with pytest.raises(FlagError, match="the same metrics: this learner has {'more': 1}"):
         thread.result()
     assert first.sum() == (1, {1.0}, 1.0)
-    assert ("2 learners take part" in caplog.text) == joins
+    assert ("number of learners is 2" in caplog.text) == joins
     first.group.leave(is_over=True)
 
 
