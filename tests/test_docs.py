@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import monobeast
+from beast import queue_runs
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("benchmarks", "campaigns", "docs", "examples", "results")
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md"]
@@ -63,11 +66,15 @@ def calls():
                 if not word.endswith("python"):
                     continue
                 script, *arguments = command[i + 1 :]
+                if "beast.queue_runs" in command[:i]:
+                    arguments = queue_runs.expand(arguments)[0]
                 if script == "-m" and arguments[0].startswith("beast."):
                     script, *arguments = arguments
                     script = script.replace(".", "/") + ".py"
                 if script == "beast/autotune.py":  # a program and its flags
                     script, *arguments = arguments
+                if script == "beast/queue_runs.py":  # its own flags, then a command
+                    arguments = arguments[: arguments.index("--")]
                 if script.endswith(".py") and script != "reinforce.py":
                     shown = f"{name(page)}: {' '.join(command[i:])}"
                     yield pytest.param(script, arguments, id=shown)
@@ -100,6 +107,8 @@ def test_flags_that_are_shown_are_taken(script, arguments):
         importlib.import_module(module).parser.parse_args(arguments)
     else:
         source = (ROOT / script).read_text()
+        if "monobeast.parser" in source:  # MonoBeast's flags, and some of its own
+            source += "".join(f'"{flag}"' for flag in monobeast.parser._option_string_actions)
         for word in arguments:
             if word.startswith("--"):
                 assert f'"{word.partition("=")[0]}"' in source, word
