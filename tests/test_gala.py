@@ -6,6 +6,7 @@ import os
 import re
 import signal
 
+import gymnasium as gym
 import pytest
 import torch
 from program import HELPERS, ROOT, Program, last_step, load, read_rows, run
@@ -166,6 +167,13 @@ def test_the_loss_is_that_of_a2c_by_definition():
     assert metrics["steps"] == count
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_the_baseline_does_not_shape_what_the_policy_makes_of_vectors():
+    net = gala.Net(gym.spaces.Box(-1, 1, (4,)), 2)
+    net({"frame": torch.randn(5, 3, 4)}, ())[0]["baseline"].sum().backward()
+    assert all(p.grad is None for p in net.trunk.parameters())
+    assert all(p.grad.abs().sum() > 0 for p in net.baseline_trunk.parameters())
 
 
 def test_the_loss_is_that_of_ppo_as_a2c():
