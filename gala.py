@@ -47,6 +47,7 @@ from beast.flags import add_run_flags, parse_flags, run_program
 from beast.fork_server import start_fork_server
 from beast.learner import Learner, get_device
 from beast.machine import count_cores
+from beast.mailboxes import Mailboxes
 from beast.metrics import is_finite, to_floats
 from beast.nets import create_net
 from beast.parallel_environments import ParallelEnvironments
@@ -55,12 +56,13 @@ from beast.precision import autocast, choose_precision, to_float32
 from beast.randomness import make_deterministic, seed_generators
 from beast.run import ENDS, Run
 from beast.threads import Threads
-from beast.weights import SharedWeights
+from beast.weights import SharedCopies
 from libtorchbeast.rows import draw_seeds
 
 # fmt: off
 parser = Parser("gala.py", "Gossiping actor-learners on one machine.")
 add_run_flags(parser)
+parser.set_defaults(greedy=True)  # as the paper tests
 
 training = parser.add_argument_group("training")
 training.add_argument("--total_steps", default=10_000_000, type=positive(int),
@@ -82,8 +84,8 @@ exchange.add_argument("--exchange", default="gossip", choices=["gossip", "allred
 exchange.add_argument("--topology", default="ring", choices=["ring", "complete", "exponential"],
                       help="From whom an agent gets weights: the one before it; all; or those 1, "
                       "2, 4, ... before it.")
-exchange.add_argument("--max_staleness", type=positive(int), help="Updates in a row without new "
-                      "weights of all in-peers, at which an agent waits. By default it never does.")
+exchange.add_argument("--max_staleness", type=positive(int), help="Wait for new weights of all "
+                      "in-peers after so many updates in a row without them. By default, never.")
 exchange.add_argument("--message_delay", default=0, type=int, choices=[0, 1],
                       help="With --deterministic: the age of what is mixed, in updates.")
 
@@ -274,17 +276,24 @@ def create_optimizer(flags, model):
     optimizer = torch.optim.RMSprop(
         model.parameters(), lr=flags.learning_rate, eps=flags.epsilon, alpha=flags.alpha
     )
-    for parameter in model.parameters():  # from the start, so that it can be shared
+    for parameter in model.parameters():  # from the start, so that there is something to copy
         state = {"step": torch.zeros(()), "square_avg": torch.zeros_like(parameter)}
         optimizer.state[parameter] = state
     return optimizer
 
 
-def learn(flags, model, batch, optimizer):
-    """Take one step of the optimizer, unless a metric is not finite; return metrics as floats."""
+def learn(flags, model, batch, optimizer, own_gradient=None):
+    """Take one step of the optimizer, unless the gradient is not finite; return metrics as floats.
+
+    Args:
+      batch: rollouts, [T + 1, N, ...] each.
+      own_gradient: [parameters], where the gradient is left before other agents have part in it.
+    """
     optimizer.zero_grad()
     total_loss, metrics = compute_loss(flags, model, batch)
     total_loss.backward()
+    if own_gradient is not None:
+        own_gradient.copy_(flatten(p.grad for p in model.parameters()))
     if flags.exchange == "allreduce":
         average_gradients(model)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
@@ -297,6 +306,7 @@ def learn(flags, model, batch, optimizer):
 
 
 def average_gradients(model):
+    """Set the gradients to their means over all agents."""
     gradients = flatten(p.grad for p in model.parameters())
     dist.all_reduce(gradients)
     gradients /= dist.get_world_size()
@@ -316,48 +326,6 @@ def find_in_peers(topology, agent, num_agents):
     return sorted({(agent - d) % num_agents for d in distances} - {agent})
 
 
-class Mailboxes:
-    """What each agent has sent last, in shared memory: sending waits for nobody, nor does mixing.
-
-    Args:
-      topology: as of find_in_peers.
-      models: of all agents.
-    """
-
-    def __init__(self, topology, models):
-        n = len(models)
-        self.in_peers = [find_in_peers(topology, agent, n) for agent in range(n)]
-        # Three: while one is read that is an update old, and the newest, the next one is written.
-        self.weights = [SharedWeights(model, num_slots=3) for model in models]
-        self._mixed = [[0] * n for _ in range(n)]  # versions, of the agent whose process this is
-
-    def has_news(self, agent):
-        """Return whether each in-peer has sent weights that this agent has not mixed yet."""
-        return all(self.weights[j].version > self._mixed[agent][j] for j in self.in_peers[agent])
-
-    @torch.no_grad()
-    def mix(self, agent, model, message, version=None):
-        """Set a model to the mean of itself and of the messages of the agent's in-peers.
-
-        Args:
-          message: a model, which is overwritten.
-          version: of the messages; by default the newest ones.
-        """
-        parameters = list(model.parameters())
-        for j in self.in_peers[agent]:
-            self._mixed[agent][j] = self.weights[j].load_into(message, version)
-            torch._foreach_add_(parameters, list(message.parameters()))
-        torch._foreach_div_(parameters, 1 + len(self.in_peers[agent]))
-
-    def matrix(self):
-        """Return P: with what weight each agent's message is in each agent's weights."""
-        n = len(self.weights)
-        matrix = torch.zeros(n, n, dtype=torch.float64)
-        for agent, in_peers in enumerate(self.in_peers):
-            matrix[agent, [agent, *in_peers]] = 1 / (1 + len(in_peers))
-        return matrix
-
-
 class Population(nn.Module):
     """The nets of all agents, of which one answers: `agent`, or that with the best returns."""
 
@@ -366,7 +334,8 @@ class Population(nn.Module):
         self.agents = nn.ModuleList(Net(observation_space, num_actions) for _ in range(num_agents))
         for other in self.agents[1:]:  # all begin with the same weights
             other.load_state_dict(self.agents[0].state_dict())
-        self.register_buffer("returns", torch.zeros(num_agents))  # means of their last 100 games
+        # Means of their last 100 games.
+        self.register_buffer("returns", torch.full((num_agents,), -torch.inf))
         self._agent = agent
 
     def initial_state(self, batch_size):
@@ -403,6 +372,8 @@ def learn_alone(flags, link, sample, net, shared_states, mailboxes, gradients, p
     agent, device = link.agent, get_device(flags)
     torch.set_num_threads(max(1, count_cores() // flags.num_agents))
     seed_generators([*link.seed, 0])
+    if flags.deterministic:
+        make_deterministic()
     # Copies: `net` lies in memory that all processes share, like each tensor that is sent to one.
     model, message = (copy.deepcopy(net).to(device) for _ in range(2))
     optimizer = create_optimizer(flags, model)
@@ -421,9 +392,9 @@ def learn_alone(flags, link, sample, net, shared_states, mailboxes, gradients, p
     misses = 0
     with contextlib.closing(environments):
         for i, batch in enumerate(collect(flags, model, [environments], sample)):
-            metrics = learn(flags, model, batch.rows, optimizer)
-            if i % max(1, GRADIENT_INTERVAL // flags.unroll_length) == 0:
-                gradients[agent] = flatten(p.grad for p in model.parameters()).cpu()
+            is_compared = i % max(1, GRADIENT_INTERVAL // flags.unroll_length) == 0
+            own_gradient = gradients[agent] if is_compared else None
+            metrics = learn(flags, model, batch.rows, optimizer, own_gradient)
             mailboxes.weights[agent].publish(model)
             if flags.exchange == "gossip":
                 misses = gossip(flags, link, mailboxes, model, message, misses)
@@ -434,7 +405,12 @@ def learn_alone(flags, link, sample, net, shared_states, mailboxes, gradients, p
 
 
 def gossip(flags, link, mailboxes, model, message, misses):
-    """Mix what has come; return for how many updates in a row something was missing."""
+    """Mix what has come into `model`, if all of it has; return after how many updates it had not.
+
+    Args:
+      message: a net, which is overwritten.
+      misses: the updates in a row, up to this one, after which something was missing.
+    """
     agent = link.agent
     if flags.deterministic:
         version = mailboxes.weights[agent].version
@@ -452,15 +428,16 @@ def gossip(flags, link, mailboxes, model, message, misses):
 
 def count_updates(learner, agents, consensus, run):
     """Record the updates of all agents, until they are held for good: a thread."""
-    for agent, metrics, batch in agents.updates():
-        run.watchdog.beat("counts updates")
-        with learner.lock:
-            learner.weights.version += 1
-            if is_finite(metrics):
-                consensus.count(agent, metrics["update_norm"])
-            run.record(metrics, batch)
-        if run.stop.is_set():  # here, so that with --deterministic it is always after this update
-            agents.finish()
+    with contextlib.closing(agents.updates()) as updates:
+        for agent, metrics, batch in updates:
+            run.watchdog.beat("counts updates")
+            with learner.lock:
+                learner.weights.version += 1
+                if is_finite(metrics):
+                    consensus.count(agent, metrics["update_norm"])
+                run.record(metrics, batch)
+            if run.stop.is_set():  # here, so that --deterministic ends after the same update
+                agents.finish()
 
 
 def check_flags(flags):
@@ -471,6 +448,21 @@ def check_flags(flags):
         raise FlagError(
             f"--message_delay is {flags.message_delay}, but without --deterministic nobody waits "
             "for messages of a certain age: add that, or leave it out"
+        )
+    if flags.max_staleness and (flags.exchange != "gossip" or flags.deterministic):
+        raise FlagError(
+            f"--max_staleness is {flags.max_staleness}, but with --exchange {flags.exchange}"
+            f"{' --deterministic' * flags.deterministic} nothing is stale: leave it out"
+        )
+    if flags.exchange != "gossip" and flags.topology != "ring":
+        raise FlagError(
+            f"--topology is {flags.topology}, but with --exchange {flags.exchange} no weights are "
+            "sent: leave it out"
+        )
+    if flags.deterministic and flags.eval_interval:
+        raise FlagError(
+            "--eval_interval logs evaluations when they end, which a clock decides, and "
+            "--deterministic makes logs that are the same: leave out one of them"
         )
     if flags.agent is not None and flags.agent >= flags.num_agents:
         raise FlagError(f"--agent is {flags.agent}, but --num_agents is {flags.num_agents}")
@@ -501,8 +493,12 @@ def train(flags):
 
     with contextlib.ExitStack() as stack, Run(flags, learner) as run:
         nets = list(population.agents)
-        states = [[x.share_memory_() for x in state_of(net, optimizer)] for net in nets]
-        mailboxes = Mailboxes(flags.topology, nets)
+        states = [state_of(net, optimizer) for net in nets]
+        shared_states = SharedCopies(states[0], len(nets), "the agents' weights and optimizers")
+        for shared_state, state in zip(shared_states, states, strict=True):
+            torch._foreach_copy_(shared_state, state)
+        in_peers = [find_in_peers(flags.topology, i, len(nets)) for i in range(len(nets))]
+        mailboxes = Mailboxes(in_peers, nets)
         net = copy.deepcopy(nets[0])
         gradients = torch.zeros(len(nets), flatten(net.parameters()).numel()).share_memory_()
         consensus = Consensus(mailboxes, copy.deepcopy(net), gradients)
@@ -510,7 +506,7 @@ def train(flags):
         if flags.exchange == "allreduce":
             store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             port = store.port
-        arguments = rows | outputs, net, states, mailboxes, gradients, port
+        arguments = rows | outputs, net, shared_states, mailboxes, gradients, port
         in_step = flags.exchange == "allreduce" or flags.deterministic
         agents = Agents(
             flags, start_fork_server(), learn_alone, arguments, in_step, run.first_step,
@@ -520,9 +516,14 @@ def train(flags):
 
         @contextlib.contextmanager
         def hold():
-            with agents.hold():
-                means = [-torch.inf if r is None else r for r in agents.game_returns()]
-                population.returns.copy_(torch.tensor(means))
+            with agents.hold() as has_saved:
+                for agent, is_new in enumerate(has_saved):
+                    if is_new:
+                        torch._foreach_copy_(states[agent], shared_states[agent])
+                    else:  # it is dead or late, but what it has sent is whole
+                        mailboxes.weights[agent].load_into(nets[agent])
+                    if (mean := agents.game_returns()[agent]) is not None:
+                        population.returns[agent] = mean
                 yield
 
         learner.hold = hold

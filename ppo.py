@@ -3,7 +3,7 @@
 
     python ppo.py --env PongNoFrameskip-v4                  train (again with --xpid: resume)
     python ppo.py --env HalfCheetah-v5                      the same, with continuous actions
-    python ppo.py --env CartPole-v1 --num_epochs 1 --num_minibatches 1       A2C
+    python ppo.py --num_epochs 1 --num_minibatches 1 --gae_lambda 1          A2C, by Adam
     python ppo.py --mode test --xpid NAME                   play whole games with the checkpoint
 
     process 0: environments --+              T times: Net answers row t of all
@@ -397,7 +397,7 @@ def prepare(flags, model, rows, last_agent_state):
     )
     advantages = targets.vs - values
     if flags.advantage_scaling == "batch":
-        std, mean = torch.std_mean(advantages[mask])
+        std, mean = torch.std_mean(advantages[mask], correction=0)
         advantages = torch.where(mask, (advantages - mean) / (std + 1e-8), 0)
     return {
         **map_nest(lambda x: x[:-1], {"frame": rows["frame"], "done": rows["done"]}),

@@ -57,7 +57,7 @@ class AgentLink:
         return bool(self.rounds[self.agent] >= self._limits[HOLD])
 
     def hold(self):
-        """Say that nothing changes here, and wait until it may again."""
+        """Say that what it has learned lies in shared memory, and wait until it may go on."""
         self._pipe.send(("held", None))
         self._pipe.recv()
         self._heartbeats[self.agent] = time.monotonic()
@@ -73,7 +73,7 @@ class AgentLink:
                 return False
             if self._pipe.poll():
                 raise EOFError
-            self._heartbeats[self.agent] = time.monotonic()  # others are to blame
+            self._heartbeats[self.agent] = time.monotonic()  # to wait for others is no silence
             time.sleep(0.0005)
         return True
 
@@ -85,8 +85,8 @@ class Agents:
       flags: num_agents, seed, stall_timeout_s.
       context: as of start_fork_server.
       learn_alone: what an agent does, called in its process with flags, an AgentLink and `args`.
-      in_step: whether agents wait for each other in each update. Then all are held after the same
-        one, and the death of one ends the run.
+      in_step: whether agents wait for each other in each update, with --exchange allreduce as with
+        --deterministic. Then all are held after the same one, and the death of one ends the run.
       first_step: of the run. A replaced agent, or one of a resumed run, must not play the same
         games again.
       measure: returns more metrics, numbers by name.
@@ -102,6 +102,7 @@ class Agents:
         self._heartbeats = torch.zeros(n, dtype=torch.float64).share_memory_()
         self._condition = threading.Condition()  # guards what follows
         self._held, self._is_over, self._is_read = [False] * n, False, True
+        self._has_saved = [False] * n  # what it has learned, since it was last asked to hold
         self._deaths = [Deaths(MIN_UPDATES) for _ in range(n)]
         self._game_returns = [[] for _ in range(n)]  # the last 100 of each
         self._processes, self._pipes = [None] * n, [None] * n
@@ -140,21 +141,26 @@ class Agents:
             sources |= {self._processes[agent].sentinel: agent for agent in agents}
             wake = [] if self._is_over else [self._wake_reader]
             ready = multiprocessing.connection.wait([*sources, *wake], timeout=0.1)
-            for agent in sorted({sources[source] for source in ready if source in sources}):
-                # Asked for before its messages are read, so that the last ones are not lost.
-                dead = not self._processes[agent].is_alive()
+            ready = {sources[source] for source in ready if source in sources}
+            # Asked for before messages are read, so that the last ones are not lost.
+            alive = {agent: self._processes[agent].is_alive() for agent in ready}
+            # The dead first, on whose account others may have failed.
+            for agent in sorted(ready, key=lambda agent: (alive[agent], agent)):
                 cause = yield from self._read(agent)
-                if cause or dead:
+                if cause or not alive[agent]:
                     self._replace(agent, cause)
+            patience = min(self._patience, HOLD_TIMEOUT) if self._is_over else self._patience
             for agent, seconds in self._seconds_silent():
-                if seconds > self._patience:
+                if seconds > patience and self._processes[agent].is_alive():
+                    logging.warning("Agent %d was silent for %.0f s: killing it", agent, seconds)
                     self._processes[agent].kill()
 
     @contextlib.contextmanager
     def hold(self):
-        """Have all agents hold still, what they have learned in shared memory, in this block.
+        """Have all agents hold still in this block; yield which have left what they have learned.
 
-        `updates` has to be followed meanwhile by another thread, unless they are held for good.
+        `updates` has to be followed meanwhile by another thread, unless they are held for good. One
+        that has died, or is late, has left nothing new in shared memory.
         """
         self._ask_to_hold()
         with self._condition:
@@ -166,7 +172,7 @@ class Agents:
                     "Agents %s have not finished an update for %d s", late, HOLD_TIMEOUT
                 )
         try:
-            yield
+            yield list(self._has_saved)
         finally:
             with self._condition:
                 if not self._is_over:
@@ -176,6 +182,7 @@ class Agents:
                             with contextlib.suppress(OSError):
                                 self._pipes[agent].send("go on")
                     self._held = [False] * len(self._held)
+                    self._has_saved = list(self._held)
 
     def finish(self):
         """Hold all agents for good; for any thread."""
@@ -183,7 +190,7 @@ class Agents:
             if self._is_over:
                 return
             self._is_over = True
-        self._ask_to_hold()
+            self._ask_to_hold()
         self._wake_writer.close()
 
     def close(self):
@@ -220,8 +227,10 @@ class Agents:
         return [process.pid for process in self._processes]
 
     def _ask_to_hold(self):
-        with self._condition:  # in step all have come so far then, and none is further
-            self._limits[HOLD] = self._limits[PACE] if self._in_step else 0
+        with self._condition:
+            # In step every agent comes as far as PACE, and none goes beyond.
+            hold = min(self._limits[HOLD], self._limits[PACE]) if self._in_step else 0
+            self._limits[HOLD] = hold
 
     def _seconds_silent(self):
         now = time.monotonic()
@@ -240,8 +249,11 @@ class Agents:
                     return content
                 if kind == "held":
                     with self._condition:
-                        self._held[agent] = True
-                        self._condition.notify_all()
+                        if self._limits[HOLD] == NEVER:  # too late
+                            self._pipes[agent].send("go on")
+                        else:
+                            self._held[agent] = self._has_saved[agent] = True
+                            self._condition.notify_all()
                     return None
                 metrics, rows = content
                 rows = {name: torch.from_numpy(x) for name, x in rows.items()}
@@ -262,7 +274,8 @@ class Agents:
         self._deaths[agent].count()
         self._deaths[agent].log(f"agent {agent}", "updates", cause)
         with self._condition:
-            self._held[agent] = self._is_over  # then for good, with what it last left
+            self._held[agent] = self._is_over  # then for good
+            self._has_saved[agent] = False
             self._condition.notify_all()
         if not self._is_over:
             self._pipes[agent].close()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 @torch.no_grad()
 def flatten(tensors):
-    """Return all numbers of some tensors, of any memory format, as one of one dimension."""
+    """Return all numbers of some tensors, of any shapes and memory formats, as [numbers]."""
     return torch.cat([x.detach().flatten() for x in tensors])
 
 

@@ -7,6 +7,43 @@ from beast.cuda import record_event, use_after
 from beast.shared_memory import check_shared_memory
 
 
+class SharedCopies:
+    """Copies of some tensors in one piece of shared memory. Index i is the tensors of copy i.
+
+    In one, since a process gets a file descriptor for each piece, and at its start 256 at most.
+
+    Args:
+      tensors: on any device; what each copy holds at first.
+      what: they are, for errors.
+
+    Raises:
+      FlagError: /dev/shm has no room for all copies.
+    """
+
+    def __init__(self, tensors, num_copies, what):
+        like = [torch.empty_like(tensor, device="meta") for tensor in tensors]  # without gaps
+        self.layout = [(t.dtype, t.shape, t.stride()) for t in like]
+        size = sum(map(_size, self.layout))
+        check_shared_memory(num_copies * size, what)
+        self.data = torch.zeros(num_copies, size, dtype=torch.uint8).share_memory_()
+        self._copies = [_split(data, self.layout) for data in self.data]
+        for copy in self._copies:
+            torch._foreach_copy_(copy, tensors)
+
+    def __len__(self):
+        return len(self._copies)
+
+    def __getitem__(self, i):
+        return self._copies[i]
+
+    def __getstate__(self):
+        return self.data, self.layout  # of which the copies are views
+
+    def __setstate__(self, state):
+        self.data, self.layout = state
+        self._copies = [_split(data, self.layout) for data in self.data]
+
+
 class SharedWeights:
     """Weights in shared memory, for actor processes.
 
@@ -23,27 +60,13 @@ class SharedWeights:
     """
 
     def __init__(self, model, num_slots=2):
-        tensors = _tensors(model)
-        like = [torch.empty_like(tensor, device="meta") for tensor in tensors]  # without gaps
-        self._layout = [(t.dtype, t.shape, t.stride()) for t in like]
-        size = sum(map(_size, self._layout))
-        check_shared_memory(num_slots * size, "the weights of the net")
+        self._slots = SharedCopies(_tensors(model), num_slots, "the weights of the net")
         self._version = torch.zeros(1, dtype=torch.int64).share_memory_()
-        self._data = torch.zeros(num_slots, size, dtype=torch.uint8).share_memory_()
-        self._slots = [_split(data, self._layout) for data in self._data]
         self._device_data = None
-        for slot in self._slots:
-            torch._foreach_copy_(slot, tensors)
 
     def __getstate__(self):
-        """Return what a process needs that reads weights; the slots are views of the data."""
-        return {
-            k: v for k, v in vars(self).items() if k not in ("_slots", "_device_data", "_staging")
-        }
-
-    def __setstate__(self, state):
-        vars(self).update(state)
-        self._slots = [_split(data, self._layout) for data in self._data]
+        """Return what a process needs that reads weights."""
+        return {k: v for k, v in vars(self).items() if k != "_staging"} | {"_device_data": None}
 
     @property
     def version(self):
@@ -55,11 +78,12 @@ class SharedWeights:
         if tensors[0].device.type == "cpu":
             torch._foreach_copy_(self._slots[i], tensors)
         else:  # in one copy, since the CPU waits for each
+            data = self._slots.data
             if self._device_data is None:
-                self._device_data = torch.empty_like(self._data[0], device=tensors[0].device)
-                self._staging = torch.empty_like(self._data[0], pin_memory=True)
-            torch._foreach_copy_(_split(self._device_data, self._layout), tensors)
-            self._data[i] = self._staging.copy_(self._device_data)
+                self._device_data = torch.empty_like(data[0], device=tensors[0].device)
+                self._staging = torch.empty_like(data[0], pin_memory=True)
+            torch._foreach_copy_(_split(self._device_data, self._slots.layout), tensors)
+            data[i] = self._staging.copy_(self._device_data)
         self._version[0] = version
 
     def load_into(self, model, version=None):

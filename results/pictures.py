@@ -26,6 +26,12 @@ ARMS = {  # of the staleness runs, by --correction and --policy_clipping
     ("vtrace", False): "V-trace",
     ("none", False): "no correction",
 }
+LABELS = {  # suites, and by which flag their runs differ besides the seed
+    "atari": None,
+    "minatar": None,
+    "ppo": "penalty",
+    "gala": "exchange",
+}
 
 
 def read_suite(name):
@@ -66,23 +72,34 @@ def panels(games):
     return figure, axes
 
 
-def draw_suite(name):
-    """Draw the return of each run against its steps, and print a row for each."""
+def draw_suite(name, flag):
+    """Draw the return of each run against its steps, and print a row for each.
+
+    Args:
+      flag: by which the runs of a game differ besides the seed, or None.
+    """
     games = read_suite(name)
     with open(HERE / "published.csv", newline="") as file:
         published = [row for row in csv.DictReader(file) if row["suite"] == name]
     figure, axes = panels(games)
-    print(f"\n{name}\n\n| run | steps | last 100 games | highest | KL: median | 99 % | above 0.1 |")
-    print("|---|---|---|---|---|---|---|")
+    has_kl = flag is None  # ppo.py's is of one rollout, gala.py has none
+    kl_names = " KL: median | 99 % | above 0.1 |" if has_kl else ""
+    print(f"\n{name}\n\n| run | steps | minutes | last 100 games | highest |{kl_names}")
+    print("|---|---|---|---|---|" + "---|---|---|" * has_kl)
     for panel, (game, runs) in zip(axes, games.items(), strict=False):
         for run in runs:
             steps, returns = finite(run, RETURN)
-            panel.plot(steps / 1e6, returns, linewidth=1, label=f"seed {run.meta['flags']['seed']}")
-            kl, high, share = large_kl(run)
-            print(
-                f"| {run.name} | {steps[-1] / 1e6:.2f} M | {returns[-1]:.5g} | {returns.max():.5g} "
-                f"| {kl:.2g} | {high:.2g} | {share:.1%} |"
+            flags = run.meta["flags"]
+            label = f"{flags[flag]}, " if flag else ""
+            panel.plot(steps / 1e6, returns, linewidth=1, label=f"{label}seed {flags['seed']}")
+            row = (
+                f"| {run.name} | {steps[-1] / 1e6:.2f} M | {run.columns['minutes'][-1]:.1f} "
+                f"| {returns[-1]:.5g} | {returns.max():.5g} |"
             )
+            if has_kl:
+                kl, high, share = large_kl(run)
+                row += f" {kl:.2g} | {high:.2g} | {share:.1%} |"
+            print(row)
         shown = [row for row in published if row["env"] == game]
         for row, style in zip(shown, ("--", "-.", ":"), strict=False):
             panel.axhline(
@@ -127,9 +144,37 @@ def draw_staleness(name="staleness"):
     figure.savefig(HERE / f"{name}.png")
 
 
+def draw_consensus(name="consensus"):
+    """Draw the agents' distance from their mean beside its bound, and print their ratio."""
+    runs = [run for runs in read_suite(name).values() for run in runs]
+    figure, axes = panels([f"{run.meta['flags']['num_agents']} agents" for run in runs])
+    print(f"\n{name}\n\n| agents | rounds | rows | distance / bound: median | highest |")
+    print("|---|---|---|---|---|")
+    for panel, run in zip(axes, runs, strict=True):
+        steps, distances = finite(run, "consensus_distance")
+        _, bounds = finite(run, "consensus_bound")
+        flags = run.meta["flags"]
+        agents = flags["num_agents"]
+        rounds = steps / (agents * flags["envs_per_agent"] * flags["unroll_length"])
+        panel.plot(rounds, bounds, color="0.3", linestyle="--", label="Proposition 1")
+        panel.plot(rounds, distances, label="measured")
+        panel.set_xlabel("updates of each agent")
+        panel.set_ylim(bottom=0)
+        panel.legend(fontsize=7)
+        shares = distances[bounds > 0] / bounds[bounds > 0]
+        print(
+            f"| {agents} | {rounds[-1]:.0f} | {len(shares)} | {np.median(shares):.2f} "
+            f"| {shares.max():.2f} |"
+        )
+    figure.suptitle("distance of the agents' weights from their mean")
+    figure.savefig(HERE / f"{name}.png")
+
+
 if __name__ == "__main__":
-    for suite in ("atari", "minatar"):
+    for suite, flag in LABELS.items():
         if (HERE / suite).exists():
-            draw_suite(suite)
+            draw_suite(suite, flag)
     if (HERE / "staleness").exists():
         draw_staleness()
+    if (HERE / "consensus").exists():
+        draw_consensus()

@@ -15,6 +15,7 @@ from test_ppo import Table, make_rows
 import gala
 import ppo
 from beast.errors import FlagError
+from beast.mailboxes import Mailboxes
 
 SCRIPT = ROOT / "gala.py"
 
@@ -22,6 +23,11 @@ SCRIPT = ROOT / "gala.py"
 def make_models(n, size=6, seed=0):
     torch.manual_seed(seed)
     return [torch.nn.Linear(size, 1, bias=False).double() for _ in range(n)]
+
+
+def make_mailboxes(topology, models):
+    n = len(models)
+    return Mailboxes([gala.find_in_peers(topology, agent, n) for agent in range(n)], models)
 
 
 def weights_of(models):
@@ -52,7 +58,7 @@ def test_who_sends_to_whom(topology, agent, num_agents, in_peers):
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_mixing_in_step_multiplies_with_the_matrix(topology, n):
     models = make_models(n)
-    mailboxes, first = gala.Mailboxes(topology, models), weights_of(models)
+    mailboxes, first = make_mailboxes(topology, models), weights_of(models)
     matrix = mailboxes.matrix()
     torch.testing.assert_close(matrix.sum(0), torch.ones(n, dtype=torch.float64))
     torch.testing.assert_close(matrix.sum(1), torch.ones(n, dtype=torch.float64))
@@ -72,7 +78,7 @@ def test_mixing_in_step_multiplies_with_the_matrix(topology, n):
 def test_agents_agree_as_fast_as_theory_says(n, delay, rounds):
     """`rounds` follows from the second eigenvalue, by which the spread shrinks: to a thousandth."""
     models = make_models(n, size=400)
-    mailboxes, first = gala.Mailboxes("ring", models), weights_of(models)
+    mailboxes, first = make_mailboxes("ring", models), weights_of(models)
     spread, last = (first - first.mean(0)).norm(), 0
     for count in range(1, 2 * rounds + 3):
         publish_all(mailboxes, models)
@@ -85,7 +91,7 @@ def test_agents_agree_as_fast_as_theory_says(n, delay, rounds):
 
 def test_a_message_is_mixed_once_and_the_newest_of_several():
     models = make_models(3)
-    mailboxes = gala.Mailboxes("ring", models)
+    mailboxes = make_mailboxes("ring", models)
     assert not mailboxes.has_news(0)
     for _ in range(3):
         with torch.no_grad():
@@ -104,7 +110,7 @@ def test_agents_stay_within_the_bound_of_proposition_1(n):
     with torch.no_grad():
         for model in models:
             model.weight.zero_()
-    mailboxes = gala.Mailboxes("ring", models)
+    mailboxes = make_mailboxes("ring", models)
     consensus = gala.Consensus(mailboxes, copy.deepcopy(models[0]), torch.zeros(n, 6))
     generator, ratios = torch.Generator().manual_seed(n), []
     for _ in range(300):
@@ -126,7 +132,7 @@ def test_agents_stay_within_the_bound_of_proposition_1(n):
 def test_gradients_of_peers_are_told_from_those_of_others():
     models = make_models(4, size=2)
     gradients = torch.tensor([[1.0, 0], [0, 2], [-3, 0], [0, 4]])  # 0 and 2, 1 and 3 are no peers
-    metrics = gala.Consensus(gala.Mailboxes("ring", models), models[0], gradients).metrics()
+    metrics = gala.Consensus(make_mailboxes("ring", models), models[0], gradients).metrics()
     assert metrics["gradient_cosine_peers"] == pytest.approx(0)
     assert metrics["gradient_cosine_others"] == pytest.approx(0)  # -1 and 1
 
@@ -216,6 +222,10 @@ def test_agents_with_averaged_gradients_are_one_with_all_environments(monkeypatc
     [
         ("--message_delay 1", "without --deterministic nobody waits"),
         ("--agent 4", "--agent is 4, but --num_agents is 4"),
+        ("--exchange none --max_staleness 3", "--max_staleness is 3, but with --exchange none"),
+        ("--deterministic --max_staleness 3", "but with --exchange gossip --deterministic nothing"),
+        ("--exchange allreduce --topology complete", "--topology is complete, but with --exchange"),
+        ("--deterministic --eval_interval 9", "--eval_interval logs evaluations when they end"),
         ("--env_backend ale_vector", "--env_backend is ale_vector, but gala.py"),
     ],
 )
@@ -232,9 +242,9 @@ def arguments_of(folder, env="CartPole-v1"):
 def agents_of(folder):
     """Return the weights of each agent in the newest checkpoint, by name."""
     saved = load(folder / "run" / "model.tar")["model_state_dict"]
-    agents = [{}, {}, {}]
+    agents = [{} for _ in range(1 + max(int(name.split(".")[1]) for name in saved if "." in name))]
     for name, weight in saved.items():
-        if match := re.fullmatch(r"agents\.(\d)\.(.+)", name):
+        if match := re.fullmatch(r"agents\.(\d+)\.(.+)", name):
             agents[int(match[1])][match[2]] = weight
     return agents
 
@@ -266,6 +276,14 @@ def test_the_program_trains_resumes_evaluates_and_plays(tmp_path):
         mode = f"--mode test --num_episodes 2 --xpid run --savedir {tmp_path} {agent}"
         status, output = run(SCRIPT, mode)
         assert status == 0 and "2 games: mean return" in output, output
+
+
+@pytest.mark.whole
+def test_twenty_agents_start(tmp_path):
+    """A process can be sent 256 file descriptors: not one for each tensor of each agent."""
+    status, output = run(SCRIPT, arguments_of(tmp_path), "--num_agents 20 --total_steps 1000")
+    assert status == 0, output
+    assert len(agents_of(tmp_path)) == 20
 
 
 @pytest.mark.whole
@@ -338,7 +356,10 @@ def test_a_killed_agent_is_replaced_or_ends_a_run_in_step(tmp_path, exchange):
         program.wait_for_members()
     assert status == (128 + signal.SIGTERM if exchange == "gossip" else 1), output
     assert exchange == "gossip" or "died, for which the others wait" in output
-    assert load(folder / "model.tar")["step"] > 0
+    saved = load(folder / "model.tar")
+    assert saved["step"] > 0
+    weights = saved["model_state_dict"]  # biases are zeros at first
+    assert all(weights[f"agents.{agent}.policy.bias"].any() for agent in range(3))
 
 
 def is_agent(pid):
