@@ -48,7 +48,7 @@ from beast.fork_server import start_fork_server
 from beast.learner import Learner, get_device
 from beast.machine import count_cores
 from beast.mailboxes import Mailboxes
-from beast.metrics import is_finite, to_floats
+from beast.metrics import to_floats
 from beast.nets import create_net
 from beast.parallel_environments import ParallelEnvironments
 from beast.parser import Parser, fraction, non_negative, positive
@@ -433,8 +433,7 @@ def count_updates(learner, agents, consensus, run):
             run.watchdog.beat("counts updates")
             with learner.lock:
                 learner.weights.version += 1
-                if is_finite(metrics):
-                    consensus.count(agent, metrics["update_norm"])
+                consensus.count(agent, metrics["update_norm"])
                 run.record(metrics, batch)
             if run.stop.is_set():  # here, so that --deterministic ends after the same update
                 agents.finish()
@@ -501,7 +500,7 @@ def train(flags):
         mailboxes = Mailboxes(in_peers, nets)
         net = copy.deepcopy(nets[0])
         gradients = torch.zeros(len(nets), flatten(net.parameters()).numel()).share_memory_()
-        consensus = Consensus(mailboxes, copy.deepcopy(net), gradients)
+        consensus = Consensus(mailboxes, copy.deepcopy(net), gradients, flags.deterministic)
         port = None
         if flags.exchange == "allreduce":
             store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

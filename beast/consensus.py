@@ -22,20 +22,24 @@ class Consensus:
 
     consensus_distance is the Frobenius norm of all agents' weights, mixed, less their mean;
     consensus_bound is the bound of Proposition 1, as a recursion. It holds with --deterministic and
-    without delay; else it is an indication, as is the distance, which is of the newest messages.
+    without delay, since both are of the same update then; else it is an indication, as is the
+    distance, which is of the newest messages.
 
     Args:
-      mailboxes: gala.py's.
+      mailboxes: the agents' Mailboxes.
       message: a net, which is overwritten.
       gradients: [agents, parameters], the newest that each agent has left there.
+      in_step: whether the agents make their updates together, at most two before they are counted.
     """
 
-    def __init__(self, mailboxes, message, gradients):
+    def __init__(self, mailboxes, message, gradients, in_step=False):
         self._mailboxes, self._message, self._gradients = mailboxes, message, gradients
         self._matrix = mailboxes.matrix()
         self._beta = torch.linalg.svdvals(self._matrix)[1:2].sum().item()  # the second, if any
         self._norms = [deque() for _ in mailboxes.weights]  # of updates whose round is not complete
-        self.bound = 0.0
+        self._in_step, self._round = in_step, 0
+        messages = self._messages()
+        self.bound = (messages - messages.mean(0)).norm().item()  # 0, but in a run that is resumed
 
     def count(self, agent, update_norm):
         """Count an update of an agent, by how far it has moved the weights."""
@@ -43,14 +47,20 @@ class Consensus:
         if all(self._norms):
             squares = sum(norms.popleft() ** 2 for norms in self._norms)
             self.bound = self._beta * (self.bound + squares**0.5)
+            self._round += 1
 
     def distance(self):
+        messages = self._messages()
+        mixed = self._matrix.to(messages) @ messages
+        return (mixed - mixed.mean(0)).norm().item()
+
+    def _messages(self):
+        """Return [agents, parameters], what each has sent last; in step, after the same update."""
         messages = []
         for weights in self._mailboxes.weights:
-            weights.load_into(self._message)
+            weights.load_into(self._message, self._round if self._in_step else None)
             messages.append(flatten(self._message.parameters()))
-        mixed = self._matrix.to(messages[0]) @ torch.stack(messages)
-        return (mixed - mixed.mean(0)).norm().item()
+        return torch.stack(messages)
 
     def metrics(self):
         directions, in_peers = F.normalize(self._gradients, dim=1), self._mailboxes.in_peers

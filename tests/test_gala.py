@@ -305,6 +305,9 @@ def test_runs_in_step_are_the_same(tmp_path, delay):
         status, output = run(SCRIPT, arguments_of(tmp_path / name), options)
         assert status == 0, output
         found.append((agents_of(tmp_path / name), last_step(tmp_path / name / "run")))
+        rows = read_rows(tmp_path / name / "run")[1:]
+        apart = [(float(r["consensus_distance"]), float(r["consensus_bound"])) for r in rows]
+        assert delay or all(0 < distance <= bound for distance, bound in apart)
     assert found[0][1] == found[1][1]
     assert all(equal(*pair) for pair in zip(found[0][0], found[1][0], strict=True))
     assert not equal(found[0][0][0], found[0][0][1])
