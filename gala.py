@@ -49,7 +49,7 @@ from beast.learner import Learner, get_device
 from beast.machine import count_cores
 from beast.mailboxes import Mailboxes
 from beast.metrics import to_floats
-from beast.nets import create_net
+from beast.nets import Population, create_net
 from beast.parallel_environments import ParallelEnvironments
 from beast.parser import Parser, fraction, non_negative, positive
 from beast.precision import autocast, choose_precision, to_float32
@@ -326,31 +326,6 @@ def find_in_peers(topology, agent, num_agents):
     return sorted({(agent - d) % num_agents for d in distances} - {agent})
 
 
-class Population(nn.Module):
-    """The nets of all agents, of which one answers: `agent`, or that with the best returns."""
-
-    def __init__(self, observation_space, num_actions, num_agents=1, agent=None):
-        super().__init__()
-        self.agents = nn.ModuleList(Net(observation_space, num_actions) for _ in range(num_agents))
-        for other in self.agents[1:]:  # all begin with the same weights
-            other.load_state_dict(self.agents[0].state_dict())
-        # Means of their last 100 games.
-        self.register_buffer("returns", torch.full((num_agents,), -torch.inf))
-        self._agent = agent
-
-    def initial_state(self, batch_size):
-        return ()
-
-    def forward(self, inputs, agent_state):
-        agent = int(self.returns.argmax()) if self._agent is None else self._agent
-        return self.agents[agent](inputs, agent_state)
-
-
-def net_arguments(flags):
-    """Return what Population's constructor gets besides the spaces, by name."""
-    return {"num_agents": flags.num_agents, "agent": flags.agent}
-
-
 def state_of(net, optimizer):
     """Return all tensors that learning changes."""
     of_optimizer = [x for p in net.parameters() for x in optimizer.state[p].values()]
@@ -372,8 +347,7 @@ def learn_alone(flags, link, sample, net, shared_states, mailboxes, gradients, p
     agent, device = link.agent, get_device(flags)
     torch.set_num_threads(max(1, count_cores() // flags.num_agents))
     seed_generators([*link.seed, 0])
-    if flags.deterministic:
-        make_deterministic()
+    make_deterministic(flags)
     # Copies: `net` lies in memory that all processes share, like each tensor that is sent to one.
     model, message = (copy.deepcopy(net).to(device) for _ in range(2))
     optimizer = create_optimizer(flags, model)
@@ -458,11 +432,6 @@ def check_flags(flags):
             f"--topology is {flags.topology}, but with --exchange {flags.exchange} no weights are "
             "sent: leave it out"
         )
-    if flags.deterministic and flags.eval_interval:
-        raise FlagError(
-            "--eval_interval logs evaluations when they end, which a clock decides, and "
-            "--deterministic makes logs that are the same: leave out one of them"
-        )
     if flags.agent is not None and flags.agent >= flags.num_agents:
         raise FlagError(f"--agent is {flags.agent}, but --num_agents is {flags.num_agents}")
 
@@ -470,8 +439,7 @@ def check_flags(flags):
 def train(flags):
     """Train until all steps are made or a signal comes; return the exit status."""
     check_flags(flags)
-    if flags.deterministic:
-        make_deterministic()
+    make_deterministic(flags)
     seed_generators([flags.seed])
     sample = Environments(lambda: create_env(flags), 1, [flags.seed, 0], "the environment")
     with contextlib.closing(sample):
@@ -484,8 +452,9 @@ def train(flags):
         )
     # The optimizers that step are those of the agents.
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
-    population, (rows, outputs, _) = create_net(Population, *spaces, **net_arguments(flags))
-    choose_precision(flags, population.agents[0], [get_device(flags)])
+    net, (rows, outputs, _) = create_net(Net, *spaces)
+    choose_precision(flags, net, [get_device(flags)])
+    population = Population(net, flags.num_agents)
     optimizer = create_optimizer(flags, population)
     updates = types.SimpleNamespace(version=0, publish=lambda model: None)  # agents publish
     learner = Learner(population, optimizer, lambda step: 1.0, updates)
@@ -498,7 +467,6 @@ def train(flags):
             torch._foreach_copy_(shared_state, state)
         in_peers = [find_in_peers(flags.topology, i, len(nets)) for i in range(len(nets))]
         mailboxes = Mailboxes(in_peers, nets)
-        net = copy.deepcopy(nets[0])
         gradients = torch.zeros(len(nets), flatten(net.parameters()).numel()).share_memory_()
         consensus = Consensus(mailboxes, copy.deepcopy(net), gradients, flags.deterministic)
         port = None
@@ -537,7 +505,11 @@ def main(argv=None):
     if flags.mode == "train":
         return train(flags)
     check_flags(flags)
-    evaluate.test(flags, create_env, functools.partial(Population, **net_arguments(flags)))
+
+    def create_population(*spaces):
+        return Population(Net(*spaces), flags.num_agents, flags.agent)
+
+    evaluate.test(flags, create_env, create_population)
     return 0
 
 

@@ -413,8 +413,7 @@ def check_flags(flags):
 def train(flags):
     """Train until all steps are made or a signal comes; return the exit status."""
     check_flags(flags)
-    if flags.deterministic:
-        make_deterministic()
+    make_deterministic(flags)
     seed_generators([flags.seed, flags.rank])
     torch.set_num_threads(max(1, count_cores() - flags.num_actors))
 

@@ -527,8 +527,7 @@ def train(flags):
         raise FlagError(f"the action space is {spaces[1]}: Net and distribution know none such")
     flags.continuous = isinstance(spaces[1], gym.spaces.Box)
     check_flags(flags)
-    if flags.deterministic:
-        make_deterministic()
+    make_deterministic(flags)
     seed_generators([flags.seed])
     model, (rows, outputs, _) = create_net(Net, *spaces, **net_arguments(flags))
     choose_precision(flags, model, [get_device(flags)])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creating a net for an environment, and checking that they fit, before anything is started."""
+"""Creating a net for an environment, and checking that they fit; the nets of several agents."""
 
+import copy
 import inspect
 
 import numpy as np
@@ -114,3 +115,28 @@ def _check_state(state, new_state, where):
         if isinstance(error, FlagError):
             raise
         raise FlagError(f"{where} returns a state unlike its initial_state: {error!r}") from error
+
+
+class Population(torch.nn.Module):
+    """The nets of several agents, of which one answers: `agent`, or that with the best returns.
+
+    Args:
+      net: with which all agents begin.
+
+    Attributes:
+      agents: copies of it.
+      returns: [agents], the mean of the last games of each; -inf before the first.
+    """
+
+    def __init__(self, net, num_agents, agent=None):
+        super().__init__()
+        self.agents = torch.nn.ModuleList(copy.deepcopy(net) for _ in range(num_agents))
+        self.register_buffer("returns", torch.full((num_agents,), -torch.inf))
+        self._agent = agent
+
+    def initial_state(self, batch_size):
+        return self.agents[0].initial_state(batch_size)
+
+    def forward(self, inputs, agent_state):
+        agent = int(self.returns.argmax()) if self._agent is None else self._agent
+        return self.agents[agent](inputs, agent_state)

@@ -73,13 +73,16 @@ class ParallelEnvironments:
         with contextlib.closing(sample):
             self._allocate(sample.row)
         context, shares = start_fork_server(), np.array_split(range(self.num_envs), num_processes)
-        for i, share in enumerate(shares):
-            columns = slice(int(share[0]), int(share[-1]) + 1)
-            arguments = (
-                *(create_env, seeds[columns], f"{name}, process {i}"),
-                *(map_nest(lambda a, c=columns: a[c], part) for part in self._shared),
-            )
-            self.processes.append(Process(context, f"{name}, process {i}", columns, arguments))
+        with contextlib.ExitStack() as stack:  # which ends those before one that does not start
+            stack.callback(self.close)
+            for i, share in enumerate(shares):
+                columns = slice(int(share[0]), int(share[-1]) + 1)
+                arguments = (
+                    *(create_env, seeds[columns], f"{name}, process {i}"),
+                    *(map_nest(lambda a, c=columns: a[c], part) for part in self._shared),
+                )
+                self.processes.append(Process(context, f"{name}, process {i}", columns, arguments))
+            stack.pop_all()
 
     @property
     def spaces(self):

@@ -7,6 +7,8 @@ import random
 import numpy as np
 import torch
 
+from beast.errors import FlagError
+
 
 def seed_generators(seed):
     """Seed all generators of this process from a sequence of ints."""
@@ -16,8 +18,21 @@ def seed_generators(seed):
     torch.manual_seed(int(words[2]))
 
 
-def make_deterministic():
-    """Have PyTorch compute the same from the same; what cannot raises RuntimeError."""
+def make_deterministic(flags):
+    """With --deterministic, have PyTorch compute the same from the same.
+
+    What cannot raises RuntimeError from here on.
+
+    Raises:
+      FlagError: --eval_interval is given, too.
+    """
+    if not flags.deterministic:
+        return
+    if flags.eval_interval:
+        raise FlagError(
+            "--eval_interval logs evaluations when they end, which a clock decides, and "
+            "--deterministic makes logs that are the same: leave out one of them"
+        )
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
     torch.use_deterministic_algorithms(True)
 

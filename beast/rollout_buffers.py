@@ -22,11 +22,6 @@ def _check_deterministic(flags, num_buffers):
                 f"rollout of each of the {num_envs} environments, while the next one is played: "
                 f"give --{name} {value}"
             )
-    if flags.eval_interval:
-        raise FlagError(
-            "--eval_interval logs evaluations when they end, which a clock decides, and "
-            "--deterministic makes logs that are the same: leave out one of them"
-        )
 
 
 def check_buffers(flags):

@@ -8,6 +8,8 @@ import torch
 from catch import monobeast
 from program import HELPERS, ROOT, column, load, read_rows, run
 
+import gala
+import ppo
 from beast.errors import FlagError
 from beast.run import LOG_UPDATES
 
@@ -84,10 +86,19 @@ def test_the_benchmark_of_staleness_acts_with_weights_just_as_old_as_asked_for(t
     ("arguments", "message"),
     [("--batch_size 8", r"--batch_size is 8.* of the 16 environments.* give --batch_size 16"),
      ("--batch_size 16 --num_learner_threads 2", "give --num_learner_threads 1"),
-     ("--batch_size 16 --num_buffers 48", "num_buffers is 48.* give --num_buffers 32"),
-     ("--batch_size 16 --eval_interval 1000", "--eval_interval .* leave out one of them")],
+     ("--batch_size 16 --num_buffers 48", "num_buffers is 48.* give --num_buffers 32")],
 )  # fmt: skip
 def test_what_does_not_go_with_it_is_refused(arguments, message):
     flags = monobeast.parser.parse_args(["--deterministic", *arguments.split()])
     with pytest.raises(FlagError, match=message):
         monobeast.check_flags(flags)
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"), [(monobeast, ["--batch_size", "16"]), (ppo, []), (gala, [])]
+)
+def test_evaluations_beside_it_are_refused_before_anything_starts(program, arguments, tmp_path):
+    where = ["--env", "CartPole-v1", "--savedir", str(tmp_path)]
+    with pytest.raises(FlagError, match="--eval_interval .* leave out one of them"):
+        program.main([*where, "--deterministic", *arguments, "--eval_interval", "1000"])
+    assert not list(tmp_path.iterdir())

@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """GALA: gossip against its theory, the loss against its definition, and the program."""
 
+import contextlib
 import copy
+import multiprocessing
 import os
 import re
 import signal
+import types
 
 import gymnasium as gym
 import pytest
 import torch
+from deadline import wait_until
 from program import HELPERS, ROOT, Program, last_step, load, read_rows, run
 from test_ppo import Table, make_rows
 
 import gala
 import ppo
+from beast.environments import Environments
 from beast.errors import FlagError
 from beast.mailboxes import Mailboxes
+from beast.nets import create_net
+from beast.weights import SharedCopies
 
 SCRIPT = ROOT / "gala.py"
 
@@ -102,6 +109,53 @@ def test_a_message_is_mixed_once_and_the_newest_of_several():
     mailboxes.mix(0, models[0], copy.deepcopy(models[0]))
     torch.testing.assert_close(weights_of(models)[0], (before[0] + before[2]) / 2)
     assert not mailboxes.has_news(0)
+
+
+def test_processes_agree_within_what_they_began_with_and_one_is_killed():
+    """Each number of a message is the same, so that one of two messages would show."""
+    n, context = 4, multiprocessing.get_context("spawn")
+    models = make_models(n, size=200_000)
+    with torch.no_grad():
+        for agent, model in enumerate(models):
+            model.weight.fill_(agent)
+    mailboxes = make_mailboxes("ring", models)
+    spreads, mixes = torch.ones(n).share_memory_(), torch.zeros(n).share_memory_()
+    arguments = [(mailboxes, agent, models[agent], spreads, mixes) for agent in range(n)]
+    agents = [context.Process(target=mix_for_ever, args=a, daemon=True) for a in arguments]
+    try:
+        for process in agents:
+            process.start()
+        wait_until(lambda: (mixes > 100).all())
+        agents[3].kill()
+        agents[3].join()
+        before = mixes.clone()
+        wait_until(lambda: (mixes[1:3] > before[1:3] + 300).all())
+        alive = [process.is_alive() for process in agents]
+    finally:
+        for process in agents:
+            process.kill()
+            process.join()
+    assert alive == [True, True, True, False]  # else one has seen two messages in one
+    assert not spreads.any()
+    values = torch.zeros(n, 200_000, dtype=torch.float64)
+    for agent, model in enumerate(models):
+        mailboxes.weights[agent].load_into(model)
+        values[agent] = model.weight.detach()
+    assert values.min() >= 0 and values.max() <= 3
+    # Agent 0 hears nobody any more, and the others come to what it has.
+    assert (values[:3] - values[0]).abs().max() < 1e-3
+
+
+def mix_for_ever(mailboxes, agent, model, spreads, mixes):
+    torch.set_num_threads(1)
+    model, message = copy.deepcopy(model), copy.deepcopy(model)  # those given are shared
+    while True:
+        mailboxes.weights[agent].publish(model)
+        if mailboxes.has_news(agent):
+            mailboxes.mix(agent, model, message)
+            mixes[agent] += 1
+        spreads[agent] = model.weight.max() - model.weight.min()
+        assert spreads[agent] == 0
 
 
 @pytest.mark.parametrize("n", [3, 4, 8])
@@ -225,13 +279,73 @@ def test_agents_with_averaged_gradients_are_one_with_all_environments(monkeypatc
         ("--exchange none --max_staleness 3", "--max_staleness is 3, but with --exchange none"),
         ("--deterministic --max_staleness 3", "but with --exchange gossip --deterministic nothing"),
         ("--exchange allreduce --topology complete", "--topology is complete, but with --exchange"),
-        ("--deterministic --eval_interval 9", "--eval_interval logs evaluations when they end"),
         ("--env_backend ale_vector", "--env_backend is ale_vector, but gala.py"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(arguments, message):
     with pytest.raises(FlagError, match=message):
         gala.check_flags(parse(arguments))
+
+
+def test_max_staleness_waits_for_a_message_after_so_many_updates_without():
+    models, waits = make_models(2), []
+    mailboxes = make_mailboxes("ring", models)
+
+    def wait_until(condition):
+        assert not condition()
+        waits.append(condition)
+        if is_sent:
+            mailboxes.weights[1].publish(models[1])
+        return condition()
+
+    link, is_sent = types.SimpleNamespace(agent=0, wait_until=wait_until), False
+    arguments = link, mailboxes, models[0], copy.deepcopy(models[0])
+    assert gala.gossip(parse(""), *arguments, misses=9) == 10 and not waits
+    flags, own = parse("--max_staleness 3"), models[0].weight.detach().clone()
+    assert gala.gossip(flags, *arguments, misses=0) == 1 and not waits
+    assert gala.gossip(flags, *arguments, misses=1) == 2 and not waits
+    assert gala.gossip(flags, *arguments, misses=2) == 3 and len(waits) == 1  # it has to hold
+    assert torch.equal(models[0].weight, own)
+    is_sent = True
+    assert gala.gossip(flags, *arguments, misses=2) == 0
+    torch.testing.assert_close(models[0].weight, (own + models[1].weight) / 2)
+
+
+class HasToHold(Exception):
+    pass
+
+
+@pytest.mark.parametrize("is_replacement", [False, True])
+def test_a_replacement_begins_with_the_weights_of_an_in_peer(is_replacement):
+    flags = parse("--num_agents 3 --envs_per_agent 1 --learning_rate 1e-9 --env CartPole-v1")
+    threads = torch.get_num_threads()
+    with contextlib.closing(Environments(lambda: gym.make("CartPole-v1"), 1, 0, "one")) as sample:
+        spaces = sample.observation_space, sample.action_space
+    net, (rows, outputs, _) = create_net(gala.Net, *spaces)
+    nets = [copy.deepcopy(net) for _ in range(3)]
+    for agent, agents_net in enumerate(nets):
+        torch.nn.init.constant_(agents_net.baseline.bias, 1 + agent)
+    states = [gala.state_of(model, gala.create_optimizer(flags, model)) for model in nets]
+    shared = SharedCopies(states[0], 3, "copies")
+    for i in range(3):
+        torch._foreach_copy_(shared[i], states[i])
+    mailboxes = make_mailboxes("ring", nets)
+
+    def hold():
+        raise HasToHold
+
+    link = types.SimpleNamespace(
+        agent=1, seed=[1], is_replacement=is_replacement, report=lambda metrics, rows: None,
+        has_to_hold=lambda: True, hold=hold,
+    )  # fmt: skip
+    gradients = torch.zeros(3, gala.flatten(net.parameters()).numel())
+    with pytest.raises(HasToHold):
+        gala.learn_alone(flags, link, rows | outputs, net, shared, mailboxes, gradients, None)
+    torch.set_num_threads(threads)
+    names = list(net.state_dict())
+    bias = shared[1][names.index("baseline.bias")].item()
+    # Those of agent 0 for a replacement of agent 1, else its own.
+    assert bias == pytest.approx(1 if is_replacement else 2, abs=1e-3)
 
 
 def arguments_of(folder, env="CartPole-v1"):
@@ -284,6 +398,16 @@ def test_twenty_agents_start(tmp_path):
     status, output = run(SCRIPT, arguments_of(tmp_path), "--num_agents 20 --total_steps 1000")
     assert status == 0, output
     assert len(agents_of(tmp_path)) == 20
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("exchange", ["gossip", "allreduce"])
+def test_one_agent_learns_alone(tmp_path, exchange):
+    options = f"--num_agents 1 --exchange {exchange} --total_steps 1000"
+    status, output = run(SCRIPT, arguments_of(tmp_path), options)
+    assert status == 0, output
+    assert len(agents_of(tmp_path)) == 1 and last_step(tmp_path / "run") >= 1000
+    assert float(read_rows(tmp_path / "run")[-1]["consensus_distance"]) == 0
 
 
 @pytest.mark.whole

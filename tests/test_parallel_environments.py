@@ -19,7 +19,7 @@ from program import shared_memory, wait_until
 from beast import parallel_environments
 from beast.environments import Environments, map_nest
 from beast.errors import EnvError
-from beast.parallel_environments import EnvironmentGroups, ParallelEnvironments
+from beast.parallel_environments import EnvironmentGroups, ParallelEnvironments, Process
 from libtorchbeast.rows import draw_seeds
 
 SEEDS = draw_seeds([3, 1], 5)
@@ -250,6 +250,21 @@ def test_nothing_is_left_of_groups_when_one_cannot_be_made(monkeypatch):
     with pytest.raises(EnvError, match="group 1: cannot create environment 0: ZeroDivisionError"):
         EnvironmentGroups(lambda: Catch() if next(made) < 2 else 1 / 0, SEEDS[:4], 2, 0)
     assert len(closed) == 1
+
+
+def test_no_process_is_left_when_one_does_not_start(monkeypatch):
+    started, start = [], Process._start
+
+    def start_one(process):
+        if started:
+            raise OSError("no more processes")
+        start(process)
+        started.append(process.pid)
+
+    monkeypatch.setattr(Process, "_start", start_one)
+    with pytest.raises(OSError, match="no more processes"):
+        open_environments(Mixed, 2)
+    assert len(started) == 1 and not pathlib.Path(f"/proc/{started[0]}").exists()
 
 
 def test_nothing_is_left_in_shared_memory():
