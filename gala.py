@@ -54,7 +54,7 @@ from beast.parallel_environments import ParallelEnvironments
 from beast.parser import Parser, fraction, non_negative, positive
 from beast.precision import autocast, choose_precision, to_float32
 from beast.randomness import make_deterministic, seed_generators
-from beast.run import ENDS, Run
+from beast.run import Run
 from beast.threads import Threads
 from beast.weights import SharedCopies
 from libtorchbeast.rows import draw_seeds
@@ -372,7 +372,7 @@ def learn_alone(flags, link, sample, net, shared_states, mailboxes, gradients, p
             mailboxes.weights[agent].publish(model)
             if flags.exchange == "gossip":
                 misses = gossip(flags, link, mailboxes, model, message, misses)
-            link.report(metrics, {name: batch.cpu_rows[name].numpy() for name in ENDS})
+            link.report(metrics, batch)
             if link.has_to_hold():
                 torch._foreach_copy_(shared_states[agent], state)
                 link.hold()

@@ -18,10 +18,13 @@ import torch
 
 from beast.actor_process import actor_main
 from beast.deaths import Deaths, describe_exit
+from beast.environments import map_nest
 from beast.errors import EnvError
 from beast.fork_server import end_process
 from beast.learner import Batch
+from beast.metrics import is_finite
 from beast.processes import signals_blocked
+from beast.run import ENDS, MAX_SKIPPED
 from beast.watchdog import PATIENCE
 
 MIN_UPDATES = 100  # that end a series of deaths
@@ -45,10 +48,21 @@ class AgentLink:
         self.agent, self.seed, self.is_replacement = agent, seed, is_replacement
         self.rounds = rounds
         self._pipe, self._limits, self._heartbeats = pipe, limits, heartbeats
+        self._skipped = 0  # updates in a row
 
-    def report(self, metrics, rows):
-        """Count an update; give the main process its metrics, and rows in which episodes end."""
-        self._pipe.send(("update", (metrics, rows)))
+    def report(self, metrics, batch):
+        """Count an update; give the main process its metrics, and rows in which episodes end.
+
+        Raises:
+          FloatingPointError: too many updates in a row were not finite: a replacement begins with
+            other weights.
+        """
+        finite = is_finite(metrics)
+        rows = {name: batch.cpu_rows[name] for name in ENDS} if finite else batch.cpu_rows
+        self._pipe.send(("update", (metrics, map_nest(torch.Tensor.numpy, rows))))
+        self._skipped = 0 if finite else self._skipped + 1
+        if self._skipped == MAX_SKIPPED:
+            raise FloatingPointError(f"{MAX_SKIPPED} updates in a row were not finite")
         self.rounds[self.agent] += 1
         self._heartbeats[self.agent] = time.monotonic()
         self.wait_until(lambda: self.rounds[self.agent] < self._limits[PACE])
@@ -256,7 +270,7 @@ class Agents:
                             self._condition.notify_all()
                     return None
                 metrics, rows = content
-                rows = {name: torch.from_numpy(x) for name, x in rows.items()}
+                rows = map_nest(torch.from_numpy, rows)
                 self._deaths[agent].count_work()
                 games = rows["game_return"][1:][rows["game_done"][1:]].tolist()
                 self._game_returns[agent] = (self._game_returns[agent] + games)[-100:]

@@ -18,10 +18,13 @@ from test_ppo import Table, make_rows
 
 import gala
 import ppo
+from beast.agents import AgentLink
 from beast.environments import Environments
 from beast.errors import FlagError
+from beast.learner import Batch
 from beast.mailboxes import Mailboxes
 from beast.nets import create_net
+from beast.run import MAX_SKIPPED
 from beast.weights import SharedCopies
 
 SCRIPT = ROOT / "gala.py"
@@ -311,6 +314,23 @@ def test_max_staleness_waits_for_a_message_after_so_many_updates_without():
     torch.testing.assert_close(models[0].weight, (own + models[1].weight) / 2)
 
 
+def test_an_agent_with_too_many_updates_that_are_not_finite_ends_and_gives_all_their_rows():
+    near, far = multiprocessing.Pipe()
+    limits = torch.full((2,), 2**62)
+    link = AgentLink(0, [1], False, far, torch.zeros(1, dtype=torch.int64), limits, torch.zeros(1))
+    names = ("frame", "done", "episode_return", "game_done", "game_return")
+    rows = {name: torch.zeros(6, 4) for name in names}
+    batch = Batch(rows, (), rows, [], {})
+    for norm in [1.0] + [float("nan")] * (MAX_SKIPPED - 1) + [1.0]:
+        link.report({"grad_norm": norm}, batch)
+        kind, (_, sent) = near.recv()
+        assert kind == "update" and ("frame" in sent) == (norm != 1.0) and "game_return" in sent
+    with pytest.raises(FloatingPointError, match=f"{MAX_SKIPPED} updates in a row"):
+        for _ in range(MAX_SKIPPED):
+            link.report({"grad_norm": float("inf")}, batch)
+    assert link.rounds[0] == 2 * MAX_SKIPPED
+
+
 class HasToHold(Exception):
     pass
 
@@ -335,7 +355,7 @@ def test_a_replacement_begins_with_the_weights_of_an_in_peer(is_replacement):
         raise HasToHold
 
     link = types.SimpleNamespace(
-        agent=1, seed=[1], is_replacement=is_replacement, report=lambda metrics, rows: None,
+        agent=1, seed=[1], is_replacement=is_replacement, report=lambda metrics, batch: None,
         has_to_hold=lambda: True, hold=hold,
     )  # fmt: skip
     gradients = torch.zeros(3, gala.flatten(net.parameters()).numel())
