@@ -91,6 +91,8 @@ def draw_suite(name, flag):
             steps, returns = finite(run, RETURN)
             flags = run.meta["flags"]
             label = f"{flags[flag]}, " if flag else ""
+            label += "LSTM, " if flags.get("use_lstm") else ""
+            label += "deep net, " if flags.get("model") == "deep" else ""
             panel.plot(steps / 1e6, returns, linewidth=1, label=f"{label}seed {flags['seed']}")
             row = (
                 f"| {run.name} | {steps[-1] / 1e6:.2f} M | {run.columns['minutes'][-1]:.1f} "
