@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import re
 import statistics
 import sys
 import tempfile
@@ -210,7 +211,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument("--seconds", type=float, default=6, help="a case (default: 6)")
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--only", default="", help="cases whose name fits this regular expression")
     flags = parser.parse_args()
 
     import grpc
@@ -218,7 +219,7 @@ def main():
 
     print_header(grpc, np, torch)
     print(f"- unroll length {UNROLL_LENGTH}, median of {flags.repeats} rounds\n", flush=True)
-    cases = [case for case in CASES if flags.only in case.name]
+    cases = [case for case in CASES if re.search(flags.only, case.name)]
     measurements = {case.name: [] for case in cases}
     for _ in range(flags.repeats):
         for case in cases:
