@@ -26,6 +26,29 @@ ARMS = {  # of the staleness runs, by --correction and --policy_clipping
     ("vtrace", False): "V-trace",
     ("none", False): "no correction",
 }
+GOALS = {  # for RETURN; MinAtar's for the mean of the seeds
+    "PongNoFrameskip-v4": 18,
+    "BreakoutNoFrameskip-v4": 400,
+    "QbertNoFrameskip-v4": 14293,  # from here on the better one of A2C and PPO
+    "SeaquestNoFrameskip-v4": 1714,
+    "SpaceInvadersNoFrameskip-v4": 942,
+    "BeamRiderNoFrameskip-v4": 3032,
+    "asterix": 30.6,  # 0.9 of one run without the clipped policy, and DQN's 20
+    "breakout": 15.9,
+    "freeway": 56.3,
+    "seaquest": 20,
+    "space_invaders": 115.6,
+}
+AFTERWARDS = 500_000  # steps after the goal, over which a run should stay there
+DIAGNOSTICS = {  # pictures of these columns, with the clipped policy and without
+    "entropy_share": "entropy, share of the highest",
+    "behavior_target_kl": "KL to the acting policy",
+    "explained_variance": "explained variance",
+}
+COMPARED = {  # rows of that picture: their folders of runs, by arm
+    "Pong": ("atari/pong-1[1-5]", "tuning/unclipped/pong-*"),
+    "MinAtar Breakout": ("minatar/breakout-*", "tuning/unclipped/minatar-breakout"),
+}
 LABELS = {  # suites, and by which flag their runs differ besides the seed
     "atari": None,
     "minatar": None,
@@ -72,6 +95,48 @@ def panels(games):
     return figure, axes
 
 
+def describe_goal(run):
+    """Return cells of a table: goal, when it was passed, median and lowest return after that."""
+    goal = GOALS[run.meta["flags"]["env"]]
+    steps, returns = finite(run, RETURN)
+    passed = np.flatnonzero(returns >= goal)
+    if not passed.size:
+        return f"{goal:,} | - | -"
+    step = steps[passed[0]]
+    minutes = run.columns["minutes"][run.columns["steps"] >= step][0]
+    then = returns[(steps >= step) & (steps <= step + AFTERWARDS)]
+    when = f"{step / 1e6:.2f} M, {minutes:.1f} min"
+    return f"{goal:,} | {when} | {np.median(then):.5g}, {then.min():.5g}"
+
+
+def draw_diagnostics(name="clipping"):
+    """Draw what the log says about runs with the clipped policy, and about runs without."""
+    figure = Figure(figsize=(12.6, 3.1 * len(COMPARED)), layout="constrained", dpi=90)
+    axes = figure.subplots(len(COMPARED), len(DIAGNOSTICS), squeeze=False)
+    for panels_of_game, (game, arms) in zip(axes, COMPARED.items(), strict=True):
+        for panel, (column, title) in zip(panels_of_game, DIAGNOSTICS.items(), strict=True):
+            panel.set_title(f"{game}: {title}", fontsize=9)
+            panel.grid(alpha=0.3)
+            for color, label, pattern in zip(
+                ("C0", "C1"), ("clipped", "unclipped"), arms, strict=True
+            ):
+                for i, path in enumerate(sorted(HERE.glob(f"{pattern}/logs.csv"))):
+                    steps, values = finite(read_run(str(path), notes=[]), column)
+                    width = max(1, len(values) // 60)  # rows that a point is the mean of
+                    means = [np.array_split(x, -(-len(x) // width)) for x in (steps, values)]
+                    steps, values = ([part.mean() for part in parts] for parts in means)
+                    panel.plot(
+                        np.array(steps) / 1e6, values, color=color, linewidth=0.9,
+                        label=None if i else label,
+                    )  # fmt: skip
+            if column == "behavior_target_kl":
+                panel.set_yscale("log")
+                panel.set_ylim(bottom=1e-4)
+            panel.set_xlabel("million agent steps")
+            panel.legend(fontsize=7)
+    figure.savefig(HERE / f"{name}.png")
+
+
 def draw_suite(name, flag):
     """Draw the return of each run against its steps, and print a row for each.
 
@@ -82,10 +147,10 @@ def draw_suite(name, flag):
     with open(HERE / "published.csv", newline="") as file:
         published = [row for row in csv.DictReader(file) if row["suite"] == name]
     figure, axes = panels(games)
-    has_kl = flag is None  # ppo.py's is of one rollout, gala.py has none
-    kl_names = " KL: median | 99 % | above 0.1 |" if has_kl else ""
-    print(f"\n{name}\n\n| run | steps | minutes | last 100 games | highest |{kl_names}")
-    print("|---|---|---|---|---|" + "---|---|---|" * has_kl)
+    is_impala = flag is None  # the KL of ppo.py is of one rollout, gala.py has none
+    more = " goal | passed after, in | then: median, lowest | KL: median, 99 % | above 0.1 |"
+    print(f"\n{name}\n\n| run | steps | minutes | last 100 games | highest |{more * is_impala}")
+    print("|---|---|---|---|---|" + "---|---|---|---|---|" * is_impala)
     for panel, (game, runs) in zip(axes, games.items(), strict=False):
         for run in runs:
             steps, returns = finite(run, RETURN)
@@ -98,9 +163,9 @@ def draw_suite(name, flag):
                 f"| {run.name} | {steps[-1] / 1e6:.2f} M | {run.columns['minutes'][-1]:.1f} "
                 f"| {returns[-1]:.5g} | {returns.max():.5g} |"
             )
-            if has_kl:
+            if is_impala:
                 kl, high, share = large_kl(run)
-                row += f" {kl:.2g} | {high:.2g} | {share:.1%} |"
+                row += f" {describe_goal(run)} | {kl:.2g}, {high:.2g} | {share:.1%} |"
             print(row)
         shown = [row for row in published if row["env"] == game]
         for row, style in zip(shown, ("--", "-.", ":"), strict=False):
@@ -139,7 +204,7 @@ def draw_staleness(name="staleness"):
                 )
             panel.plot(means, color=f"C{i}", label=arm)
         panel.set_xticks(range(len(lags)), lags)
-        panel.set_xlabel("age of the acting policy, in updates")
+        panel.set_xlabel("policy lag, in updates")
         panel.set_ylim(bottom=0)
         panel.legend(fontsize=7)
     figure.suptitle("mean return of the last 100 games\nafter 2 million frames")
@@ -176,6 +241,7 @@ if __name__ == "__main__":
     for suite, flag in LABELS.items():
         if (HERE / suite).exists():
             draw_suite(suite, flag)
+    draw_diagnostics()
     if (HERE / "staleness").exists():
         draw_staleness()
     if (HERE / "consensus").exists():

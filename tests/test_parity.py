@@ -8,10 +8,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from small_run import parse
 
 import monobeast
 import polybeast
+from beast import checkpoint
 from beast.environments import map_nest
+from beast.learner import Learner
+from beast.weights import LocalWeights
 
 SPACE, A = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), 6
 SAME = (
@@ -71,6 +75,39 @@ def test_learn_gives_equal_loss_gradients_and_weights(flags, use_lstm):
         assert one.keys() == other.keys()
         for name in one:
             assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_resumed_learner_goes_on_as_an_uninterrupted_one(number, tmp_path):
+    program = (monobeast, polybeast)[number]
+    flags = parse(tmp_path, "--xpid run --policy_clipping 0.2", program.parser)
+
+    def create_learner():
+        torch.manual_seed(1)  # all start alike
+        net = make_nets(use_lstm=False)[number]
+        return Learner(net, *program.create_optimizer(flags, net), LocalWeights(net))
+
+    def learn(learner, flags, *seeds):
+        metrics = []
+        for seed in seeds:
+            metrics.append(
+                program.learn(flags, learner.model, make_batch(seed), (), learner.optimizer)
+            )
+            learner.count(metrics[-1]["steps"], [], [])
+        return metrics
+
+    learner, resumed, unclipped = create_learner(), create_learner(), create_learner()
+    learn(learner, flags, 1, 2)
+    checkpoint.run_path(flags).mkdir(parents=True)
+    checkpoint.Writer(flags, learner).save(learner)
+    assert checkpoint.resume(flags, resumed)
+    metrics = learn(learner, flags, 3, 4)
+    assert learn(resumed, flags, 3, 4) == metrics
+    for one, other in zip(learner.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    # And the policy was clipped in these batches.
+    flags.policy_clipping = 1e9
+    assert learn(unclipped, flags, 1, 2, 3, 4)[2:] != metrics
 
 
 def test_both_say_the_same_of_losses_and_learning():
