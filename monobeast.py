@@ -415,7 +415,7 @@ def train(flags):
     check_flags(flags)
     make_deterministic(flags)
     seed_generators([flags.seed, flags.rank])
-    torch.set_num_threads(max(1, count_cores() - flags.num_actors))
+    torch.set_num_threads(1)  # so that initial weights are the same on any number of cores
 
     sample = create_environments(flags, 1, [flags.seed, 0], "the environment")
     with contextlib.closing(sample):
@@ -424,7 +424,8 @@ def train(flags):
         spaces = sample.observation_space, sample.action_space
         model, answer = create_net(Net, *spaces, **net_arguments(flags))
     weights = SharedWeights(model)
-    buffers = create_buffers(flags, *answer)
+    buffers = create_buffers(flags, *answer)  # fewer actors, where /dev/shm is small
+    torch.set_num_threads(max(1, count_cores() - flags.num_actors))
     optimizer, decay = create_optimizer(flags, model.to(get_device(flags)))
     learner = Learner(model, optimizer, decay, weights)
 

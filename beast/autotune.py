@@ -23,15 +23,16 @@ import sys
 import tempfile
 import time
 
+from beast.addresses import expand_addresses
 from beast.machine import MAX_ENVS, MAX_LAG
 from beast.processes import STOP_SIGNALS
-from beast.servers import expand_addresses
 
 GAIN = 1.1  # times the best rate so far; less might be noise, and more environments mean more lag
 TRIALS_PER_FLAG = 3
 MIN_UPDATES = 20  # by the learner, that a rate is measured over
 PATIENCE = 120  # seconds for a trial to be measured; most take 10 to 15
 GRACE = 15  # seconds for a trial to end
+ENVS = "envs_per_actor", "envs_per_stream"  # flags; a program has one of them
 ALL_GIVEN = "the command line sets all flags that could be varied: leave some out"
 NOT_IN_TRIALS = ("--wandb", "--write_profiler_trace")  # flags
 TRIAL = "--mode train --xpid trial --total_steps 1000000000000 --disable_checkpoint "
@@ -42,8 +43,8 @@ parser = argparse.ArgumentParser(
     usage="%(prog)s PROGRAM [FLAG ...]",
     description="Find the fastest flags of a program on this machine, in a minute or two, and "
     "print the command with them. Varied are num_actors and envs_per_actor for monobeast.py and "
-    "its forks; num_servers (not with --server_addresses), num_actors, envs_per_stream and, with a "
-    "GPU, num_inference_threads for polybeast.py and its forks. Flags that are given are kept.",
+    "its forks; num_servers (not with --server_addresses), num_actors, envs_per_stream and "
+    "num_inference_threads for polybeast.py and its forks. Flags that are given are kept.",
 )
 parser.add_argument("program", metavar="PROGRAM", help="monobeast.py, polybeast.py or a fork.")
 parser.add_argument(
@@ -83,11 +84,8 @@ def tune(program, arguments):
     print(f"Trying {program}, each time for about 15 seconds:", flush=True)
     first = run_trial(program, arguments, {n: v for n, v in start.items() if v is not None})
     start = {name: first.flags[name] for name in start}
-    if not first.has_gpu:
-        start.pop("num_inference_threads", None)
-    if not start:
-        raise TrialError(ALL_GIVEN)
     rates = {as_text(start): first.rate}
+    most_envs = max(MAX_LAG * first.flags["batch_size"], count_envs(first.flags))
     print_rate(start, first.rate)
 
     def measure(values):
@@ -95,7 +93,7 @@ def tune(program, arguments):
         text = as_text(values)
         if text not in rates:
             try:
-                check_lag(first.flags | values)
+                check_trial(first.flags | values, most_envs)
                 rates[text] = run_trial(program, arguments, values).rate
                 print_rate(values, rates[text])
             except TrialError as error:
@@ -103,7 +101,7 @@ def tune(program, arguments):
                 print(f"{'skipped':>12}          {text}: {str(error).splitlines()[-1]}", flush=True)
         return rates[text]
 
-    return search(measure, start)
+    return search(measure, start, most_envs)
 
 
 def find_flags(program, arguments):
@@ -139,15 +137,21 @@ def value_of(name, arguments):
     return getattr(parser.parse_known_args(arguments)[0], name)
 
 
-def search(measure, start):
-    """Double one value after the other, else halve it, while that gains; return the best ones."""
+def search(measure, start, most_envs=sys.maxsize):
+    """Double one value after the other, else halve it, while that gains; return the best ones.
+
+    More processes or streams than fit `most_envs` get fewer environments each, where that is open.
+    """
     best, best_rate = start, measure(start)
+    envs = next((name for name in ENVS if name in start), None)
     for name in start:
         factor, first = 2, best[name]
         for _ in range(TRIALS_PER_FLAG):
             values = best | {name: int(best[name] * factor)}
             if name == "num_servers" and "num_actors" in best:  # as many streams a server as before
                 values["num_actors"] = int(best["num_actors"] * factor)
+            if envs not in (None, name) and values.get("num_actors"):
+                values[envs] = max(1, min(best[envs], most_envs // values["num_actors"]))
             rate = measure(values) if min(values.values()) > 0 else 0
             if rate > GAIN * best_rate:
                 best, best_rate = values, rate
@@ -158,23 +162,30 @@ def search(measure, start):
     return best
 
 
-def check_lag(flags):
-    """Refuse so many environments that learning would suffer; `flags` is a dict."""
-    num_processes = flags.get("num_actors") or flags.get("num_servers")
-    num_envs = num_processes * (flags.get("envs_per_actor") or flags.get("envs_per_stream"))
-    if num_envs > MAX_LAG * flags["batch_size"]:
+def count_envs(flags):
+    """Return how many environments there are in all; `flags` is a dict."""
+    return flags["num_actors"] * next(flags[name] for name in ENVS if name in flags)
+
+
+def check_trial(flags, most_envs):
+    """Refuse what the program would refuse, or learning would suffer from; `flags` is a dict."""
+    num_servers = flags.get("num_servers") or 0
+    if flags.get("server_addresses"):
+        num_servers = len(expand_addresses(flags["server_addresses"]))
+    if flags["num_actors"] < num_servers:
+        raise TrialError(f"{num_servers} servers need as many streams")
+    if count_envs(flags) > most_envs:
         raise TrialError(
-            f"{num_envs} environments make more than {MAX_LAG} batches of --batch_size "
+            f"{count_envs(flags)} environments make more than {MAX_LAG} batches of --batch_size "
             f"{flags['batch_size']} at once, so that the policies would lag"
         )
 
 
 class Trial:
-    """What a trial has measured: its steps/s, all its flags, and whether it learned on a GPU."""
+    """What a trial has measured: its steps/s, and all its flags."""
 
-    def __init__(self, rate, meta):
-        self.rate, self.flags = rate, meta["flags"]
-        self.has_gpu = bool(meta["machine"]["gpus"])
+    def __init__(self, rate, flags):
+        self.rate, self.flags = rate, flags
 
 
 def run_trial(program, arguments, values):
@@ -210,7 +221,7 @@ def run_trial(program, arguments, values):
             if time.monotonic() > deadline:
                 text += f"\nno steps to measure within {PATIENCE} s"
             raise TrialError(text.strip() or f"ended with {process.returncode}")
-        return Trial(rate, json.loads((run_folder / "meta.json").read_text()))
+        return Trial(rate, json.loads((run_folder / "meta.json").read_text())["flags"])
 
 
 def end(process):

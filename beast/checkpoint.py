@@ -20,10 +20,9 @@ from beast.randomness import random_states, restore_random_states
 
 # Flags of one call, which a checkpoint does not bring back.
 NOT_RESUMED = (
-    *("mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "num_buffers"),
-    *("pipes_basename", "write_profiler_trace", "autotune", "best", "end_with_stdin"),
-    *("record_video", "result_file", "render_mode", "wandb", "chosen", "fp32_devices"),
-    *("rank", "num_learners", "elastic"),
+    *("mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "pipes_basename"),
+    *("write_profiler_trace", "autotune", "best", "end_with_stdin", "record_video", "result_file"),
+    *("render_mode", "wandb", "chosen", "fp32_devices", "rank", "num_learners", "elastic"),
     # Nor shall a checkpoint from elsewhere choose which secret is sent to its servers.
     *credentials.FLAGS,
 )

@@ -54,7 +54,7 @@ MAX_FAILURES = 20  # failed exchanges in a row, after which a learner ends
 # Flags about a machine, in which learners of one policy may differ.
 OWN_FLAGS = (
     *("env", "savedir", "seed", "rank", "num_actors", "num_servers", "server_addresses"),
-    *("batch_size", "envs_per_actor", "envs_per_stream", "num_learner_threads"),
+    *("batch_size", "envs_per_actor", "envs_per_stream", "num_buffers", "num_learner_threads"),
     *("num_inference_threads", "max_learner_queue_size", "stall_timeout_s"),
 )
 

@@ -148,7 +148,8 @@ def _fill_in(parser, argv, flags):
 def _complete(parser, argv, flags, saved):
     """Return the flags with what the command line leaves open taken from a checkpoint."""
     kept = {k: v for k, v in saved["flags"].items() if k in flags}
-    chosen = saved["flags"].get("chosen", [])  # for a machine that may have been another one
+    # For a machine that may have been another one; older checkpoints do not say what was chosen.
+    chosen = saved["flags"].get("chosen", ["num_buffers"])
     kept = {k: v for k, v in kept.items() if k not in (*checkpoint.NOT_RESUMED, *chosen)}
     xpid, flags = flags.xpid, parser.parse_args(argv, argparse.Namespace(**kept))
     flags.xpid = xpid

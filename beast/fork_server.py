@@ -12,6 +12,7 @@ import multiprocessing.util
 import os
 import signal
 import subprocess
+import sys
 
 from beast.processes import signals_blocked
 
@@ -19,7 +20,9 @@ from beast.processes import signals_blocked
 def start_fork_server():
     """Return the multiprocessing context in which actors are started."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", "torch", "gymnasium", "ale_py", "cv2"])
+    modules = ["__main__", "torch", "gymnasium", "ale_py"]
+    modules += ["cv2"] if "cv2" in sys.modules else []  # a sample environment has imported it
+    context.set_forkserver_preload(modules)
     # Before the server, since we may be killed at any moment after it has made its socket there.
     _remove_after_death(multiprocessing.util.get_temp_dir())
     # It inherits that the signals are blocked, and so outlives a Ctrl-C or SIGTERM that reaches

@@ -13,8 +13,10 @@ from beast.shared_memory import count_learners, has_shared_memory
 MAX_LAG = 16
 FEW_CORES, FEW_PROCESSES = 2, 2  # few cores have the processes of the published curves
 MAX_ENVS, MIN_ENVS = 8, 4  # a process or stream; with fewer, most of the time goes into messages
-# Of memory: an actor or a server with 8 Atari games takes 50 to 80 MiB (benchmarks/memory.py).
-PROCESS_BYTES, LEARNER_BYTES = 2**27, 2**32
+# Of memory: an actor or a server with 8 Atari games takes 50 to 80 MiB. A learner takes 350 to 520,
+# most of it PyTorch (benchmarks/memory.py). The rest is for activations of larger batches, such as
+# 1.3 GiB for 32 rollouts of the deep net.
+PROCESS_BYTES, LEARNER_BYTES = 2**27, 2**31
 PROC, CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
 
 
@@ -24,27 +26,37 @@ def count_cores():
     It is the least of its affinity and its control groups' quotas, shared equally among the
     learners that torchrun starts on this machine.
     """
-    quotas = [text.split() for text in _read_limits("cpu", "cpu.max")]  # version 2, in microseconds
-    names = "cpu.cfs_quota_us", "cpu.cfs_period_us"  # version 1
-    quotas += zip(*(_read_limits("cpu", name) for name in names), strict=False)
-    limited = [int(quota) / int(period) for quota, period in quotas if quota not in ("max", "-1")]
-    return max(1, int(min([len(os.sched_getaffinity(0)), *limited])) // count_learners())
+    limits = [len(os.sched_getaffinity(0))]
+    names = "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"  # of version 2, and two of version 1
+    for both, quota, period in _read_groups("cpu", names):
+        quota, period = both.split() or (quota, period)
+        if quota not in ("", "max", "-1"):
+            limits.append(int(quota) / int(period))
+    return max(1, int(min(limits)) // count_learners())
 
 
 def count_memory():
-    """Return the bytes of memory that this process may use."""
+    """Return the bytes of memory that this process may use, and that are not used yet."""
     lines = [line.split() for line in (PROC / "meminfo").read_text().splitlines()]
-    available = next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
-    limits = [
-        *_read_limits("memory", "memory.max"),
-        *_read_limits("memory", "memory.limit_in_bytes"),
-    ]
-    return min([available, *(int(limit) for limit in limits if limit != "max")]) // count_learners()
+    free = [next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")]
+    names = "memory.max", "memory.current", "memory.stat"  # of version 2, and of version 1:
+    names += "memory.limit_in_bytes", "memory.usage_in_bytes"
+    for limit, used, stat, old_limit, old_used in _read_groups("memory", names):
+        limit, used = limit or old_limit, used or old_used or 0
+        if limit not in ("", "max"):
+            stat = dict(line.split() for line in stat.splitlines())
+            # Files in memory count as used, but those not read lately make room.
+            cache = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+            free.append(max(0, int(limit) - max(0, int(used) - int(cache))))
+    return min(free) // count_learners()
 
 
-def _read_limits(controller, name):
-    """Return the contents of a file of this process's control groups, from the innermost on."""
-    found = []
+def _read_groups(controller, names):
+    """Return what is in files of this process's control groups, from the innermost on.
+
+    It is a list of strings for each group; "" where there is no such file.
+    """
+    folders = []
     file = PROC / "self/cgroup"
     for line in file.read_text().splitlines() if file.exists() else []:
         _, controllers, path = line.split(":", 2)
@@ -52,9 +64,9 @@ def _read_limits(controller, name):
             continue
         top = CGROUPS / controller if controllers else CGROUPS
         group = top / path.strip("/")  # a container may see only what is above it, as its own
-        found += [group, *(parent for parent in group.parents if parent.is_relative_to(top))]
-    files = [folder / name for folder in found]
-    return [file.read_text().strip() for file in files if file.is_file()]
+        folders += [group, *(parent for parent in group.parents if parent.is_relative_to(top))]
+    files = [[folder / name for name in names] for folder in folders]
+    return [[f.read_text().strip() if f.is_file() else "" for f in group] for group in files]
 
 
 def choose_actors(flags, has_gpu):
@@ -62,14 +74,18 @@ def choose_actors(flags, has_gpu):
 
     Where the learner has no GPU, it gets half of the cores: learning takes about as long as acting.
     """
-    cores = FEW_CORES if flags.deterministic else count_cores()
-    flags.chosen = [n for n in ("num_actors", "envs_per_actor") if getattr(flags, n) is None]
+    reasons, limits = {}, {"lag": MAX_LAG * flags.batch_size}  # of all environments
+    if flags.num_buffers is not None and not flags.deterministic:
+        limits["--num_buffers"] = flags.num_buffers - flags.batch_size
     if flags.num_actors is None:
-        most = cores - 1 if has_gpu else cores // 2
-        flags.num_actors = _count_processes(flags, cores, most, flags.envs_per_actor)
+        cores = FEW_CORES if flags.deterministic else count_cores()
+        most, num_envs = cores - 1 if has_gpu else cores // 2, flags.envs_per_actor
+        flags.num_actors, reason = _count_processes(cores, most, limits, num_envs)
+        reasons["num_actors"] = reason
     if flags.envs_per_actor is None:
-        flags.envs_per_actor = _count_envs(flags, flags.num_actors)
-    _log_choice(flags, cores)
+        flags.envs_per_actor, reason = _count_envs(limits, flags.num_actors)
+        reasons["envs_per_actor"] = reason
+    _log_choice(flags, reasons, flags.deterministic)
 
 
 def fit_actors(flags, rollout_bytes):
@@ -96,40 +112,67 @@ def choose_servers(flags, has_gpu):
     flags.chosen = []
     if flags.server_addresses:
         return
-    names = ("num_servers", "num_actors", "envs_per_stream")
-    flags.chosen = [name for name in names if getattr(flags, name) is None]
+    reasons, limits = {}, {"lag": MAX_LAG * flags.batch_size}  # of all environments
     cores = count_cores()
     if flags.num_servers is None:
-        most = cores if has_gpu else cores // 2
-        most = _count_processes(flags, cores, most, flags.envs_per_stream)
-        flags.num_servers = min(most, flags.num_actors or most)
+        most, num_envs = cores if has_gpu else cores // 2, flags.envs_per_stream
+        flags.num_servers, reason = _count_processes(cores, most, limits, num_envs)
+        if flags.num_actors and flags.num_actors < flags.num_servers:
+            flags.num_servers, reason = flags.num_actors, "--num_actors"
+        reasons["num_servers"] = reason
     if flags.num_actors is None:
         twice = 2 * flags.num_servers * (flags.envs_per_stream or MIN_ENVS)
-        streams = 2 if cores > FEW_CORES and twice <= MAX_LAG * flags.batch_size else 1
+        streams = 2 if cores > FEW_CORES and twice <= limits["lag"] else 1
         flags.num_actors = streams * flags.num_servers
+        reasons["num_actors"] = f"{streams} a server"
     if flags.envs_per_stream is None:
-        flags.envs_per_stream = _count_envs(flags, flags.num_actors)
-    _log_choice(flags, cores)
+        flags.envs_per_stream, reason = _count_envs(limits, flags.num_actors)
+        reasons["envs_per_stream"] = reason
+    _log_choice(flags, reasons)
 
 
-def _count_processes(flags, cores, most, num_envs):
-    """Return how many processes play: at most so many, and as lag and memory allow."""
+def _count_processes(cores, most, limits, num_envs):
+    """Return how many processes play, and what bounds them: at most so many, `limits` and memory.
+
+    Args:
+      limits: of the number of all environments, by what makes them.
+      num_envs: of a process or stream; None where that is open.
+    """
     if cores <= FEW_CORES:
-        return FEW_PROCESSES
-    by_lag = MAX_LAG * flags.batch_size // (num_envs or MIN_ENVS)
-    by_memory = (count_memory() - LEARNER_BYTES) // PROCESS_BYTES
-    return max(FEW_PROCESSES, min(most, by_lag, by_memory))
+        return FEW_PROCESSES, f"for {FEW_CORES} cores or fewer"
+    bounds = {"cores": most} | {why: n // (num_envs or MIN_ENVS) for why, n in limits.items()}
+    bounds["memory"] = (count_memory() - LEARNER_BYTES) // PROCESS_BYTES
+    return _least(bounds, FEW_PROCESSES)
 
 
-def _count_envs(flags, num_groups):
-    """Return how many environments each actor or stream steps at once."""
-    return max(1, min(MAX_ENVS, MAX_LAG * flags.batch_size // num_groups))
+def _count_envs(limits, num_groups):
+    """Return how many environments each actor or stream steps at once, and what bounds them."""
+    bounds = {f"at most {MAX_ENVS}": MAX_ENVS}
+    return _least(bounds | {why: n // num_groups for why, n in limits.items()}, 1)
 
 
-def _log_choice(flags, cores):
-    if flags.chosen:
+def _least(bounds, minimum):
+    name = min(bounds, key=bounds.get)
+    return max(minimum, bounds[name]), name
+
+
+def _log_choice(flags, reasons, deterministic=False):
+    """Log what was chosen and why, and set flags.chosen.
+
+    Args:
+      reasons: what bounds each flag that was chosen, by its name.
+    """
+    flags.chosen = list(reasons)
+    values = {name: f"--{name} {getattr(flags, name)}" for name in reasons}
+    if deterministic and reasons:
+        logging.info("--deterministic fixes %s", ", ".join(values.values()))
+    elif reasons:
+        num = count_learners()
         logging.info(
-            "Chosen for %d cores, %.0f GiB of memory and at most %d environments (%d batches): %s",
-            *(cores, count_memory() / 2**30, MAX_LAG * flags.batch_size, MAX_LAG),
-            ", ".join(f"--{name} {getattr(flags, name)}" for name in flags.chosen),
+            "Chosen, and what bounds it: %s. There are %d cores and %.0f GiB of memory%s. More "
+            "than %d environments, %d batches, would make the policies lag",
+            ", ".join(f"{value} ({reasons[name]})" for name, value in values.items()),
+            *(count_cores(), count_memory() / 2**30),
+            f" for each of {num} learners that share this machine" if num > 1 else "",
+            *(MAX_LAG * flags.batch_size, MAX_LAG),
         )

@@ -245,6 +245,14 @@ def test_what_it_cannot_do_is_refused_by_name(words, message):
         AtariEnvironments(make_flags(words), 1, 0, "actor 0")
 
 
+def test_it_needs_no_opencv(tmp_path):
+    (tmp_path / "cv2.py").write_text("raise RuntimeError('cv2 was imported')")
+    words = "--env PongNoFrameskip-v4 --env_backend ale_vector --total_steps 80 --batch_size 1"
+    words += " --num_actors 1 --envs_per_actor 1 --xpid run --savedir"
+    status, output = run(ROOT / "monobeast.py", words, tmp_path, PYTHONPATH=str(tmp_path))
+    assert status == 0 and int(read_rows(tmp_path / "run")[-1]["step"]) >= 80, output
+
+
 def test_a_program_trains_on_it(tmp_path):
     words = "--env BreakoutNoFrameskip-v4 --env_backend ale_vector --total_steps 800 --batch_size 4"
     words += " --model shallow --num_servers 1 --envs_per_stream 4 --xpid run --savedir"

@@ -13,14 +13,17 @@ import tempfile
 import pytest
 from program import HELPERS, ROOT, Program, shared_memory, wait_until
 
-from beast import autotune
+import monobeast
+import polybeast
+from beast import autotune, machine
 
 pytestmark = pytest.mark.whole
 
 CATCH, CATCH_POLY = HELPERS / "catch.py", HELPERS / "catch_poly.py"
 SMALL = {  # one flag is left open
     CATCH: "--env Catch --batch_size 4 --num_actors 1",
-    CATCH_POLY: "--env Catch --batch_size 4 --num_servers 1 --num_actors 1",
+    CATCH_POLY: "--env Catch --batch_size 4 --num_servers 1 --num_actors 1 "
+    "--num_inference_threads 1",
 }
 
 
@@ -99,7 +102,7 @@ def trials(monkeypatch):
         num_actors = int(autotune.value_of("num_actors", arguments) or 4)
         flags = {"batch_size": 8, "num_actors": num_actors, "envs_per_actor": 8} | values
         rate = flags["num_actors"] * flags["envs_per_actor"]
-        return autotune.Trial(rate, {"flags": flags, "machine": {"gpus": []}})
+        return autotune.Trial(rate, flags)
 
     monkeypatch.setattr(autotune, "run_trial", run_trial)
     monkeypatch.setattr(autotune.subprocess, "run", lambda command, **_: run_once(*command))
@@ -144,6 +147,64 @@ def test_so_many_environments_that_policies_would_lag_are_not_tried(trials, caps
     assert max(trial["envs_per_actor"] for trial in trials[1:]) == 32  # with 4, 16 batches of 8
     reason = r"skipped +--envs_per_actor 64: 256 environments make more than 16 batches"
     assert re.search(reason, capsys.readouterr().out)
+
+
+def test_the_programs_own_start_is_tried_and_then_nothing_with_more_environments(trials, capsys):
+    autotune.main([str(CATCH), "--num_actors", "64"])  # with 8 each, which make 64 batches
+    assert trials == [{}, {"envs_per_actor": 4}]
+    output = capsys.readouterr().out
+    assert "512 steps/s  --envs_per_actor 8" in output
+    assert re.search("skipped +--envs_per_actor 16: 1024 environments make more", output)
+
+
+@pytest.mark.parametrize(
+    ("program", "cores", "has_gpu", "best"),
+    [
+        (CATCH, 32, False, {"num_actors": 32, "envs_per_actor": 4}),
+        (CATCH, 32, True, {"num_actors": 31, "envs_per_actor": 4}),
+        (CATCH, 64, False, {"num_actors": 64, "envs_per_actor": 2}),
+        (CATCH, 64, True, {"num_actors": 64, "envs_per_actor": 2}),
+        (CATCH, 128, True, {"num_actors": 128, "envs_per_actor": 1}),
+        (CATCH_POLY, 16, False, {"num_servers": 16, "num_actors": 32, "envs_per_stream": 4}),
+        (CATCH_POLY, 32, False, {"num_servers": 32, "num_actors": 64, "envs_per_stream": 2}),
+        (CATCH_POLY, 32, True, {"num_servers": 32, "num_actors": 32, "envs_per_stream": 4}),
+        (CATCH_POLY, 64, False, {"num_servers": 64, "num_actors": 64, "envs_per_stream": 2}),
+        (CATCH_POLY, 64, True, {"num_servers": 64, "num_actors": 64, "envs_per_stream": 2}),
+    ],
+)
+def test_where_all_cores_help_all_are_used_with_fewer_environments_each(
+    trials, capsys, monkeypatch, program, cores, has_gpu, best
+):
+    monkeypatch.setattr(machine, "count_cores", lambda: cores)
+    monkeypatch.setattr(machine, "count_memory", lambda: 2**40)
+    parser = monobeast.parser if program is CATCH else polybeast.parser
+    choose = machine.choose_actors if program is CATCH else machine.choose_servers
+
+    def run_trial(program, arguments, values):
+        flags = parser.parse_args(autotune.as_arguments(values))
+        choose(flags, has_gpu)
+        trials.append(flags)
+        rate = 100 * min(getattr(flags, next(iter(best))), cores)
+        return autotune.Trial(rate, vars(flags))
+
+    monkeypatch.setattr(autotune, "run_trial", run_trial)
+    found = tune(capsys, program)
+    assert {name: found[f"--{name}"] for name in best} == best
+    if program is CATCH_POLY:
+        assert all(flags.num_servers <= flags.num_actors for flags in trials)
+    assert len(trials) <= 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_servers": 3, "num_actors": 2}, "3 servers need as many streams"),
+        ({"server_addresses": "a:1-4", "num_actors": 3}, "4 servers need as many streams"),
+    ],
+)
+def test_fewer_streams_than_servers_are_not_tried(arguments, message):
+    with pytest.raises(autotune.TrialError, match=message):
+        autotune.check_trial({"envs_per_stream": 8, "batch_size": 8} | arguments, 128)
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,13 @@ def test_batches_may_be_in_pinned_memory():
     assert [numbers(batch[:, 0]) for batch in kept] == [[2 * i, 2 * i + 1] for i in range(10)]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("queue", [BatchingQueue, DynamicBatcher])
+def test_pinned_memory_without_a_gpu_is_an_error_that_says_what_is_missing(queue):
+    with pytest.raises(RuntimeError, match="(?i)pin.*(CUDA|accelerator)"):
+        queue(pin_memory=True)
+
+
 def gather(batcher, *calls):
     """Start a thread for each call, one after the other; return the threads."""
     threads = []

@@ -17,9 +17,10 @@ from test_parity import SPACE, A, make_batch
 
 import monobeast
 import polybeast
+from beast import bad_batch
 from beast.cuda import DeviceCopies
 from beast.environments import map_nest
-from beast.learner import get_device
+from beast.learner import Batch, get_device
 from beast.weights import LocalWeights, SharedWeights
 from libtorchbeast import BatchingQueue, ClosedBatchingQueue, DynamicBatcher
 
@@ -61,6 +62,14 @@ def test_loss_and_gradients_are_those_of_the_cpu(name, use_lstm, precision, tole
     assert other_loss == pytest.approx(loss, rel=tolerance)
     assert torch.cosine_similarity(gradient, other, dim=0) > 1 - tolerance
     assert other.norm().item() == pytest.approx(gradient.norm().item(), rel=2 * tolerance)
+
+
+def test_a_bad_batch_can_be_read_on_a_machine_without_a_gpu(tmp_path):
+    rows, state = {"reward": torch.zeros(3, 2)}, (torch.zeros(1, 2, 4),)
+    on_device = map_nest(lambda x: x.to(DEVICE), (rows, state))
+    bad_batch.save(tmp_path, "", Batch(*on_device, rows, [1, 1], {"actors": [0]}), {})
+    saved = load(tmp_path / "bad_batch.tar")
+    assert saved["batch"]["reward"].device.type == saved["agent_state"][0].device.type == "cpu"
 
 
 @pytest.mark.skipif(not IS_CUDA, reason="a CPU makes nobody wait")

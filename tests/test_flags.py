@@ -91,8 +91,34 @@ def test_what_was_chosen_for_the_machine_is_chosen_anew_and_what_was_given_is_no
     resumed = parse_flags(monobeast.parser, arguments)
     assert (resumed.num_actors, resumed.precision, resumed.chosen) == (None, None, [])
     assert resumed.envs_per_actor == 3
+    assert resumed.num_buffers is None
     resumed = parse_flags(monobeast.parser, [*arguments, "--num_actors", "5"])
     assert resumed.num_actors == 5
+
+
+def test_given_buffers_are_kept_on_resume_but_not_those_of_checkpoints_that_do_not_say(tmp_path):
+    arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
+    flags = parse_flags(monobeast.parser, [*arguments, "--num_buffers", "100"])
+    monobeast.check_flags(flags)
+    assert flags.num_buffers == 100 and "num_buffers" not in flags.chosen
+    save(flags)
+    assert parse_flags(monobeast.parser, arguments).num_buffers == 100
+    del flags.chosen  # as in older versions, which filled it in
+    save(flags)
+    assert parse_flags(monobeast.parser, arguments).num_buffers is None
+
+
+def test_polybeasts_numbers_are_chosen_anew_too_and_kept_where_they_were_given(tmp_path):
+    arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
+    flags = parse_flags(polybeast.parser, [*arguments, "--num_servers", "3"])
+    polybeast.check_flags(flags)
+    assert set(flags.chosen) == {"num_actors", "envs_per_stream", "precision"}
+    save(flags)
+    resumed = parse_flags(polybeast.parser, arguments)
+    assert (resumed.num_servers, resumed.num_actors, resumed.envs_per_stream) == (3, None, None)
+    polybeast.check_flags(resumed)
+    save(resumed)  # and once more: what was kept stays so
+    assert parse_flags(polybeast.parser, arguments).num_servers == 3
 
 
 def test_flags_of_one_call_alone_do_not_come_from_the_checkpoint(tmp_path):

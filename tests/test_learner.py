@@ -10,7 +10,8 @@ from small_run import create_batch, create_learner
 
 import monobeast
 import polybeast
-from beast.learner import get_device
+from beast import learner as learner_module
+from beast.learner import Learner, get_device
 
 
 def create(total_steps=1000):
@@ -33,6 +34,16 @@ def test_learning_is_on_the_cpu_where_cuda_is_disabled_or_missing(monkeypatch):
     for available, disabled, device in ((True, False, "cuda:0"), (True, True, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
         assert get_device(argparse.Namespace(disable_cuda=disabled)) == torch.device(device)
+
+
+def test_freed_memory_is_kept_by_learners_on_a_cpu_alone(monkeypatch):
+    calls = []
+    monkeypatch.setattr(learner_module, "keep_freed_memory", lambda: calls.append(1))
+    for device, num_calls in (("meta", 0), ("cpu", 1)):  # meta stands for any other device
+        model = torch.nn.Linear(3, 1, device=device)
+        optimizer = torch.optim.SGD(model.parameters())
+        Learner(model, optimizer, lambda step: 1, None)
+        assert len(calls) == num_calls
 
 
 @pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: p.__name__)

@@ -5,15 +5,18 @@ import os
 import shutil
 
 import pytest
+import torch
 
 import monobeast
 import polybeast
 from beast import machine
 from beast.errors import FlagError
+from beast.flags import parse_flags
 from beast.rollout_buffers import check_buffers
 from beast.shared_memory import check_shared_memory
 
 GIB = 2**30
+FEWER = "num_actors", 3
 
 
 @pytest.fixture
@@ -60,17 +63,30 @@ def test_cores_are_the_least_of_affinity_and_quotas(fake, cgroup, files, cores):
     assert machine.count_cores() == cores
 
 
+USED = {"a/memory.max": str(8 * GIB), "a/memory.current": str(5 * GIB)}
+USED_V1 = {
+    "memory/a/memory.limit_in_bytes": str(3 * GIB),
+    "memory/a/memory.usage_in_bytes": str(GIB),
+}
+
+
 @pytest.mark.parametrize(
     ("cgroup", "files", "gib"),
     [
         ("0::/", {}, 1024),
-        ("0::/a", {"a/memory.max": "max"}, 1024),
+        ("0::/a", {"a/memory.max": "max", "a/memory.current": str(GIB)}, 1024),
         ("0::/a", {"a/memory.max": str(8 * GIB)}, 8),
+        ("0::/a", USED, 3),
+        ("0::/a", USED | {"a/memory.stat": f"anon 1\ninactive_file {2 * GIB}\nshmem 1"}, 5),
+        ("0::/a", USED | {"a/memory.current": str(9 * GIB)}, 0),
+        ("0::/a/b", USED | {"a/b/memory.max": str(6 * GIB), "a/b/memory.current": "0"}, 3),
         ("4:memory:/a", {"memory/a/memory.limit_in_bytes": str(3 * GIB)}, 3),
+        ("4:memory:/a", USED_V1, 2),
+        ("4:memory:/a", USED_V1 | {"memory/a/memory.stat": f"total_inactive_file {GIB}"}, 3),
         ("4:memory:/a", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, 1024),
     ],
 )
-def test_memory_is_the_least_of_what_is_available_and_limits(fake, cgroup, files, gib):
+def test_memory_is_the_least_of_what_is_available_and_what_limits_leave(fake, cgroup, files, gib):
     fake(16, cgroup=cgroup, files=files)
     assert machine.count_memory() == gib * GIB
 
@@ -112,6 +128,8 @@ def choose_actors(arguments, has_gpu=False):
         (16, True, "", (15, 8)),
         (64, False, "", (32, 4)),  # the policies would be too old with all of them, or with 8
         (64, True, "", (32, 4)),
+        (128, False, "", (32, 4)),
+        (128, True, "", (32, 4)),
         (64, True, "--batch_size 32", (63, 8)),
         (128, False, "--batch_size 32", (64, 8)),
         (128, True, "--batch_size 32", (127, 4)),
@@ -120,6 +138,15 @@ def choose_actors(arguments, has_gpu=False):
         (16, True, "--envs_per_actor 32", (4, 32)),
         (16, True, "--num_actors 20 --envs_per_actor 20", (20, 20)),
         (16, True, "--deterministic", (2, 8)),
+        (16, False, "--deterministic", (2, 8)),
+        (64, False, "--deterministic", (2, 8)),
+        (128, True, "--deterministic", (2, 8)),
+        (128, False, "--deterministic --batch_size 1 --num_buffers 9", (2, 8)),
+        (16, False, "--num_buffers 40", (8, 4)),  # and a batch
+        (16, False, "--num_buffers 24 --envs_per_actor 8", (2, 8)),
+        (16, False, "--num_buffers 40 --num_actors 4", (4, 8)),
+        (2, False, "--num_buffers 20", (2, 6)),
+        (16, False, "--num_buffers 1000", (8, 8)),
         (16, True, "--batch_size 1", (4, 4)),
     ],
 )
@@ -138,9 +165,11 @@ def test_actors_follow_the_machine(fake, cores, has_gpu, arguments, chosen):
         (4, True, "", (4, 8, 8)),
         (16, False, "", (8, 16, 8)),
         (16, True, "", (16, 32, 4)),
+        (64, False, "", (32, 32, 4)),
         (64, True, "", (32, 32, 4)),
         (64, True, "--batch_size 32", (64, 128, 4)),
         (128, False, "", (32, 32, 4)),
+        (128, True, "", (32, 32, 4)),
         (128, True, "--batch_size 32", (128, 128, 4)),
         (16, True, "--num_servers 4", (4, 8, 8)),
         (16, True, "--num_actors 6", (6, 6, 8)),
@@ -193,11 +222,57 @@ def test_actors_whose_rollouts_dev_shm_cannot_hold_are_not_started(
     assert ("no room for the rollouts of 8 actors" in caplog.text) == (actors == 3)
 
 
-def test_what_was_chosen_is_logged_with_the_reason(fake, caplog):
-    caplog.set_level("INFO")
+def test_the_learner_gets_the_cores_of_actors_that_dev_shm_has_no_room_for(
+    fake, monkeypatch, tmp_path
+):
     fake(16)
-    choose_actors("--envs_per_actor 4")
-    assert "16 cores" in caplog.text and caplog.text.strip().endswith(": --num_actors 8")
-    caplog.clear()
-    choose_actors("--envs_per_actor 4 --num_actors 3")
+    num_threads = []
+
+    def create_learner(*_):
+        num_threads.append(torch.get_num_threads())
+        raise InterruptedError  # that is all
+
+    monkeypatch.setattr(monobeast, "create_buffers", lambda flags, *_: setattr(flags, *FEWER))
+    monkeypatch.setattr(monobeast, "Learner", create_learner)
+    flags = parse_flags(monobeast.parser, ["--savedir", str(tmp_path), "--disable_cuda"])
+    before = torch.get_num_threads()
+    try:
+        with pytest.raises(InterruptedError):
+            monobeast.train(flags)
+    finally:
+        torch.set_num_threads(before)
+    assert num_threads == [16 - 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gib", "line"),
+    [
+        ("", 64, "--num_actors 15 (cores), --envs_per_actor 8 (at most 8). There are 16 cores and "
+         "64 GiB of memory. More than 128 environments, 16 batches, would make the policies lag"),
+        ("--batch_size 4", 64, "--num_actors 15 (cores), --envs_per_actor 4 (lag). There"),
+        ("--envs_per_actor 16", 64, "--num_actors 8 (lag). There"),
+        ("--num_buffers 48", 64, "--num_actors 10 (--num_buffers), --envs_per_actor 4 (--num_b"),
+        ("", 3, "--num_actors 8 (memory), --envs_per_actor 8 (at most 8). There are 16 cores"),
+        ("--num_actors 3", 64, "what bounds it: --envs_per_actor 8 (at most 8). There"),
+    ],
+)  # fmt: skip
+def test_what_was_chosen_is_logged_with_what_bounds_it(fake, caplog, arguments, gib, line):
+    caplog.set_level("INFO")
+    fake(16, memory=gib * GIB)
+    choose_actors(arguments, has_gpu=True)
+    assert line in caplog.text
+
+
+def test_the_log_says_who_else_has_its_share_and_what_was_fixed(fake, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    fake(64)
+    choose_actors("--num_actors 3 --envs_per_actor 4")
     assert not caplog.text
+    choose_actors("--deterministic")
+    assert caplog.messages == ["--deterministic fixes --num_actors 2, --envs_per_actor 8"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    machine.choose_servers(polybeast.parser.parse_args([]), has_gpu=False)
+    assert (
+        "--num_servers 8 (cores), --num_actors 16 (2 a server), --envs_per_stream 8 (at most 8). "
+        "There are 16 cores and 256 GiB of memory for each of 4 learners that share this machine."
+    ) in caplog.text
