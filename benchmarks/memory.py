@@ -21,9 +21,10 @@ sys.path.insert(0, str(ROOT))
 
 import ale_py  # noqa: E402
 import torch  # noqa: E402
+from ab import read_rows  # noqa: E402
 from machine import descendants, print_header  # noqa: E402
 
-START_SECONDS = 300  # within which a program has logged two lines, on a loaded machine too
+START_SECONDS = 300  # within which a program has logged two updates, on a loaded machine too
 SIZE_FLAGS = {
     "monobeast": "--num_actors {0} --envs_per_actor {1}",
     "polybeast": "--num_servers {0} --num_actors {0} --envs_per_stream {1}",
@@ -54,7 +55,7 @@ def measure(program, arguments, seconds):
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         log, end = pathlib.Path(folder, "run", "logs.csv"), time.monotonic() + START_SECONDS
-        while not log.exists() or log.read_text().count("\n") < 3:
+        while len(read_rows(log)) < 2:
             if process.poll() is not None:
                 raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
             if time.monotonic() > end:
