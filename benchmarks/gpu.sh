@@ -72,7 +72,7 @@ if [ "${IN_STAGE:-}" = '' ]; then # run each stage as a process of its own, unde
 fi
 
 site=$PREFIX/site libraries=$PREFIX/usr/lib/$(uname -m)-linux-gnu runs=$OUT/runs
-export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PATH=$site/bin:$PATH
 if [ -d "$libraries" ] || [ -d "$DEBS" ]; then
   export PATH=$PREFIX/usr/bin:$PATH CMAKE_PREFIX_PATH=$PREFIX/usr
   export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
@@ -85,12 +85,15 @@ machine() {
   lscpu | grep -E 'Model name|^CPU\(s\)|Thread|NUMA node|bf16' || true
   free -g | head -2
   df -h /dev/shm | tail -1
-  local module modules=(torch numpy gymnasium ale_py cv2 grpc google.protobuf) missing=()
-  modules+=(pybind11 setuptools pytest tqdm tensorboard)
-  "$PYTHON" -m pip list 2>/dev/null | grep -iE '^(torch|numpy|gymnasium|ale|opencv|grpcio|protobuf)' || true
-  "$PYTHON" -m pip list 2>/dev/null | grep -iE '^(pybind11|setuptools|cmake|pytest|tqdm|tensorboard)' || true
-  for module in "${modules[@]}"; do
-    "$PYTHON" -c "import $module" 2>/dev/null || missing+=("$module")
+  local packages='torch|numpy|gymnasium|ale|opencv|grpcio|protobuf|pybind11|setuptools|cmake|pytest'
+  "$PYTHON" -m pip list 2>/dev/null | grep -iE "^($packages|tqdm|tensorboard)" || true
+  local name missing=()
+  for name in torch numpy gymnasium ale_py cv2 grpc google.protobuf pybind11 setuptools pytest tqdm \
+    tensorboard; do
+    "$PYTHON" -c "import $name" 2>/dev/null || missing+=("$name")
+  done
+  for name in g++ make cmake; do
+    command -v "$name" >/dev/null || missing+=("$name")
   done
   echo "Missing before setup (tensorboard may be): ${missing[*]:-nothing}"
 }
