@@ -5,9 +5,9 @@
                              [--rows 16,64,512] [--precisions fp32,bf16] [--disable_cuda]
 
 Calls `learn` of polybeast.py on random rollouts that lie on the device already, and its net on rows
-that lie in pinned memory of the CPU and are answered there, as in its inference. On the GPU if there
-is one, with the highest use of its memory in brackets (in fp32, PyTorch lets its convolutions
-compute in TF32); else on one core, in agent steps a second of the calling thread's CPU time.
+that come from the CPU and are answered there, as in its inference. On the GPU if there is one, with
+the highest use of its memory in brackets (rows lie in pinned memory then; in fp32, PyTorch lets its
+convolutions compute in TF32); else on one core, in agent steps a second of the thread's CPU time.
 `--trace FILE` profiles ten updates of the first net, precision and batch size instead.
 `--contended` measures learning and inference at the same time, in two threads of this process, as
 PolyBeast does both. Prints Markdown.

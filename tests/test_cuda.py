@@ -50,9 +50,7 @@ def loss_and_gradients(program, net, batch, precision, device):
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("use_lstm", [False, True])
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 2e-2)])
-def test_loss_and_gradients_are_those_of_the_cpu(
-    name, use_lstm, precision, tolerance, monkeypatch
-):
+def test_loss_and_gradients_are_those_of_the_cpu(name, use_lstm, precision, tolerance, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # fp32, not TF32
     torch.manual_seed(1)
     program, make = NETS[name]
