@@ -25,7 +25,7 @@
 # python3 unless it says otherwise.
 #
 # --disable_cuda before all else shows in minutes, on any machine, that the stages run: each in small,
-# on the CPU. On a slow or loaded machine, SLOWER=3 multiplies all limits.
+# on the CPU. On a slow or loaded machine, SLOWER=3 multiplies all times.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -213,7 +213,7 @@ trace() {
 # Runs PolyBeast as a run of this name, for so many seconds at most, or until the mean return of the
 # last 100 episodes has passed 18.
 train_for() {
-  local seconds=$1 name=$2
+  local seconds=$(($1 * ${SLOWER:-1})) name=$2
   shift 2
   rm -rf "${runs:?}/$name"
   "$PYTHON" polybeast.py --savedir "$runs" --xpid "$name" "$@" &
