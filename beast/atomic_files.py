@@ -9,7 +9,10 @@ import math
 import os
 import time
 
-from torch.utils.tensorboard import SummaryWriter
+try:
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError:  # tensorboard is not installed
+    SummaryWriter = None
 
 RETRY_INTERVAL = 60  # seconds from one attempt to write events to the next
 
@@ -161,13 +164,17 @@ class CSVFile:
 class EventFile:
     """Metrics for TensorBoard, which drops what earlier files hold from `step` on.
 
-    Where they cannot be written, the log says so, and the run goes on.
+    Where they cannot be written, or tensorboard is missing, the log says so, and the run goes on.
     """
 
     def __init__(self, folder, step):
-        self._folder = folder
+        self._folder, self._writer = folder, None
         self._retry_time = -math.inf  # once they could not be written
-        self._writer = SummaryWriter(folder, purge_step=step)
+        if SummaryWriter is None:
+            self._retry_time = math.inf
+            logging.warning("Without the package tensorboard there is no event file: see logs.csv")
+        else:
+            self._writer = SummaryWriter(folder, purge_step=step)
 
     def write(self, step, metrics):
         if time.monotonic() < self._retry_time:

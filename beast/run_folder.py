@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's folder, `--savedir`/`--xpid`, and its status line on the screen.
 
-    meta.json   flags, command, git commit, versions, machine, start and end
+    meta.json   flags, command, git commit, versions, machine, device, start and end
     logs.csv    a header and a row a tick: _tick,_time,step,...; _time in seconds since the epoch
     out.log     what was printed; out.rank1.log by another learner, and so on
     model.tar   the newest checkpoint
@@ -92,6 +92,8 @@ class RunFolder:
         try:
             self._csv = CSVFile(self.path / "logs.csv", step)
             self._events = EventFile(self.path, step)
+            self._meta["device"] = str(learner.device)
+            self._write_meta()
         except OSError as error:
             raise FlagError(f"cannot use --savedir {self._flags.savedir}: {error}") from error
         if self._flags.wandb:

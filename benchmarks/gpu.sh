@@ -18,18 +18,25 @@
 #   pong          PolyBeast until Pong's mean return passes 18, or for 4 minutes, with its log
 #   trace         profile of the learner, alone and in PolyBeast
 #
-# Results go to $OUT (default: ./gpu_results), a file STAGE.txt and what is named in it, as they come.
-# A stage that fails, or takes longer than its limit, ends none of the others. Without a network,
-# setup needs WHEELS, a folder of those Python packages that are missing, and DEBS, a folder of gRPC's
-# Debian packages, which it unpacks into $PREFIX. PYTHON is python3 unless it says otherwise. QUICK=1
-# shows in minutes, on a machine without a GPU too, that all stages run.
+# Results go to $OUT (default: ./gpu_results) as they come: a file STAGE.txt, what is named in it, and
+# the folders environments/ and runs/. A stage that fails, or takes longer than its limit, ends none of
+# the others. Without a network, setup needs WHEELS, a folder of those Python packages that are
+# missing, and DEBS, a folder of gRPC's Debian packages, which it unpacks into $PREFIX. PYTHON is
+# python3 unless it says otherwise.
+#
+# --disable_cuda before all else shows in minutes, on any machine, that the stages run: each in small,
+# on the CPU. On a slow or loaded machine, SLOWER=3 multiplies all times.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 export OUT=${OUT:-$PWD/gpu_results} PREFIX=${PREFIX:-/tmp/torchbeast} PYTHONUNBUFFERED=1
 export PYTHON=${PYTHON:-python3} WHEELS=${WHEELS:-wheels} DEBS=${DEBS:-debs} QUICK=${QUICK:-}
+if [ "${1:-}" = --disable_cuda ]; then
+  export QUICK=1 CUDA_VISIBLE_DEVICES='' CUDA_TESTS_ON=cpu
+  shift
+fi
 declare -A LIMITS=( # seconds
-  [machine]=20 [setup]=120 [tests]=150 [environments]=60 [net]=150 [contended]=100 [sweep]=360
+  [machine]=30 [setup]=120 [tests]=150 [environments]=60 [net]=150 [contended]=70 [sweep]=405
   [pong]=270 [trace]=150
 )
 
@@ -55,15 +62,17 @@ if [ "${IN_STAGE:-}" = '' ]; then # run each stage as a process of its own, unde
   failed=()
   for stage in "${stages[@]}"; do
     echo "== $stage, $(date -u +'%F %T'), commit $(git rev-parse --short HEAD 2>/dev/null || echo '?')"
-    IN_STAGE=1 timeout --kill-after 20 "${LIMITS[$stage]}" bash "$0" "$stage" 2>&1 |
+    begin=$SECONDS
+    IN_STAGE=1 timeout --kill-after 20 "$((LIMITS[$stage] * ${SLOWER:-1}))" bash "$0" "$stage" 2>&1 |
       tee "$OUT/$stage.txt" || failed+=("$stage (status $?)")
+    echo "== $stage took $((SECONDS - begin)) s"
   done
   echo "== done, $(date -u +'%F %T'); failed: ${failed[*]:-none}"
   exit $((${#failed[@]} > 0))
 fi
 
-site=$PREFIX/site libraries=$PREFIX/usr/lib/$(uname -m)-linux-gnu runs=$PREFIX/runs
-export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+site=$PREFIX/site libraries=$PREFIX/usr/lib/$(uname -m)-linux-gnu runs=$OUT/runs
+export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PATH=$site/bin:$PATH
 if [ -d "$libraries" ] || [ -d "$DEBS" ]; then
   export PATH=$PREFIX/usr/bin:$PATH CMAKE_PREFIX_PATH=$PREFIX/usr
   export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
@@ -76,8 +85,17 @@ machine() {
   lscpu | grep -E 'Model name|^CPU\(s\)|Thread|NUMA node|bf16' || true
   free -g | head -2
   df -h /dev/shm | tail -1
-  "$PYTHON" -m pip list 2>/dev/null |
-    grep -iE '^(torch|grpcio|protobuf|pybind11|opencv|pytest|gymnasium|ale|numpy|setuptools|cmake)' || true
+  local packages='torch|numpy|gymnasium|ale|opencv|grpcio|protobuf|pybind11|setuptools|cmake|pytest'
+  "$PYTHON" -m pip list 2>/dev/null | grep -iE "^($packages|tqdm|tensorboard)" || true
+  local name missing=()
+  for name in torch numpy gymnasium ale_py cv2 grpc google.protobuf pybind11 setuptools pytest tqdm \
+    tensorboard; do
+    "$PYTHON" -c "import $name" 2>/dev/null || missing+=("$name")
+  done
+  for name in g++ make cmake; do
+    command -v "$name" >/dev/null || missing+=("$name")
+  done
+  echo "Missing before setup (tensorboard may be): ${missing[*]:-nothing}"
 }
 
 setup() {
@@ -100,29 +118,26 @@ tests() {
   local options=(tests/test_cuda.py)
   # Where there is no plugin for time limits, ours does.
   "$PYTHON" -c 'import pytest_timeout' 2>/dev/null || options+=(-o timeout= -o faulthandler_timeout=90)
-  if [ "$QUICK" ]; then
-    export CUDA_TESTS_ON=${CUDA_TESTS_ON:-cpu}
-    options+=(-k "not device and not moment")
-  fi
+  if [ "$QUICK" ]; then options+=(-k "not on_another_device and not moment"); fi # whole programs
   "$PYTHON" -m pytest -q --durations 5 -p no:cacheprovider "${options[@]}"
 }
 
 # Sums of rates that each core makes in a second of its time while all others do the same.
 environments() {
-  local folder options=(--steps 3000 --repeats 3) pids=()
+  local folder=$OUT/environments options=(--steps 3000 --repeats 3) pids=() status=0
   if [ "$QUICK" ]; then options=(--steps 200 --repeats 1); fi
-  folder=$(mktemp -d)
+  rm -rf "$folder" && mkdir "$folder"
   for core in $("$PYTHON" -c 'import os; print(*os.sched_getaffinity(0))'); do
     "$PYTHON" benchmarks/environments.py --core "$core" "${options[@]}" >"$folder/$core" &
     pids+=($!)
   done
-  for pid in "${pids[@]}"; do wait "$pid"; done
+  for pid in "${pids[@]}"; do wait "$pid" || status=1; done
   cat "$folder"/* | grep '^- Machine\|^- Versions\|^- Commit' | sort -u || true
-  awk -F'|' -v cores="$cores" '
-    /^\| [a-e]:/ { gsub(",", "", $3); sum[$2] += $3 }
-    END { for (way in sum) printf "|%s| %d steps/s on %d cores |\n", way, sum[way], cores }
+  awk -F'|' '
+    /^\| [a-e]:/ { gsub(",", "", $3); sum[$2] += $3; cores[$2]++ }
+    END { for (way in sum) printf "|%s| %d steps/s on %d cores |\n", way, sum[way], cores[way] }
   ' "$folder"/* | sort
-  rm -r "$folder"
+  return $status
 }
 
 net() {
@@ -137,16 +152,19 @@ contended() {
   "$PYTHON" benchmarks/net.py "${options[@]}"
 }
 
+# Not the whole grid of servers {14, 16}, streams {1, 2}, environments {8, 16, 32} and batches {8, 32}:
+# for both nets its 24 settings take 48 runs of 30 s, starts included, which is 24 minutes. At a batch
+# of 8 launches are the limit, at 32 the cores.
 sweep() {
-  local seconds=12 setting settings=(
+  local seconds=11 setting settings=(
     "polybeast" # the defaults
+    "polybeast --batch_size 8 --num_servers $cores --num_actors $((2 * cores)) --envs_per_stream 16"
     "polybeast --batch_size 32"
     "polybeast --batch_size 32 --num_servers $cores --num_actors $((2 * cores)) --envs_per_stream 16"
     "polybeast --batch_size 32 --num_servers $cores --num_actors $((2 * cores)) --envs_per_stream 32"
     "polybeast --batch_size 32 --num_servers $cores --num_actors $cores --envs_per_stream 32"
     "polybeast --batch_size 32 --num_servers $((cores - 2)) --num_actors $((2 * cores - 4)) --envs_per_stream 16"
     "polybeast --batch_size 32 --num_servers $cores --num_actors $((2 * cores)) --envs_per_stream 16 --num_inference_threads 2"
-    "polybeast --batch_size 64 --num_servers $cores --num_actors $((2 * cores)) --envs_per_stream 32"
     "polybeast --batch_size 8 --model shallow"
     "polybeast --batch_size 32 --model shallow --num_servers $cores --num_actors $((2 * cores)) --envs_per_stream 16"
     "monobeast"
@@ -174,8 +192,7 @@ pong() {
     seconds=25
   fi
   train_for "$seconds" pong --seed 1 --total_steps 5000000 ${PONG_FLAGS:-"${flags[@]}"}
-  cp "$runs/pong/logs.csv" "$OUT/pong.csv"
-  cp "$runs/pong/meta.json" "$OUT/pong.json"
+  tail -1 "$runs/pong/logs.csv"
 }
 
 trace() {
@@ -185,18 +202,18 @@ trace() {
     seconds=40
   fi
   "$PYTHON" benchmarks/net.py "${options[@]}" --trace "$OUT/trace_learner.json"
+  gzip -f "$OUT/trace_learner.json"
   local flags=(--batch_size 32)
   if [ "$QUICK" ]; then flags=(--num_servers 1 --model shallow --batch_size 2); fi
   train_for "$seconds" trace --write_profiler_trace "${flags[@]}"
-  mv "$runs/trace/trace.json" "$OUT/trace_polybeast.json" || echo 'Too few updates for a trace.'
-  gzip -f "$OUT"/trace_*.json
-  ls -l "$OUT"/trace_*
+  gzip -f "$runs/trace/trace.json" || echo 'Too few updates for a trace.'
+  ls -l "$OUT/trace_learner.json.gz" "$runs/trace"
 }
 
 # Runs PolyBeast as a run of this name, for so many seconds at most, or until the mean return of the
 # last 100 episodes has passed 18.
 train_for() {
-  local seconds=$1 name=$2
+  local seconds=$(($1 * ${SLOWER:-1})) name=$2
   shift 2
   rm -rf "${runs:?}/$name"
   "$PYTHON" polybeast.py --savedir "$runs" --xpid "$name" "$@" &

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What memory does a run need, by its number of environments?
 
-    python benchmarks/memory.py [--seconds 20] [--sizes 2x8,8x8,16x8] [--program polybeast] [flags]
+    python benchmarks/memory.py [--seconds 20] [--sizes 2x8,4x8,8x8,16x8] [flags of monobeast.py]
+    python benchmarks/memory.py --program polybeast [flags of polybeast.py: --model shallow, ...]
 
 Runs the program for so many seconds after its first update, and adds up what its processes hold
 then: proportional shares, so that what several of them share counts once. "shared" is of that what
@@ -20,8 +21,10 @@ sys.path.insert(0, str(ROOT))
 
 import ale_py  # noqa: E402
 import torch  # noqa: E402
+from ab import read_rows  # noqa: E402
 from machine import descendants, print_header  # noqa: E402
 
+START_SECONDS = 300  # within which a program has logged two updates, on a loaded machine too
 SIZE_FLAGS = {
     "monobeast": "--num_actors {0} --envs_per_actor {1}",
     "polybeast": "--num_servers {0} --num_actors {0} --envs_per_stream {1}",
@@ -51,11 +54,14 @@ def measure(program, arguments, seconds):
             [*command, "--disable_checkpoint", "--disable_cuda", "--end_with_stdin"],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        log, end = pathlib.Path(folder, "run", "logs.csv"), time.monotonic() + 120
-        while not log.exists() or log.read_text().count("\n") < 3:
-            if process.poll() is not None or time.monotonic() > end:
-                process.kill()
+        log, end = pathlib.Path(folder, "run", "logs.csv"), time.monotonic() + START_SECONDS
+        while len(read_rows(log)) < 2:
+            if process.poll() is not None:
                 raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
+            if time.monotonic() > end:
+                process.kill()
+                process.wait()
+                raise RuntimeError(f"{' '.join(command)} logged too little in {START_SECONDS} s")
             time.sleep(0.2)
         time.sleep(seconds)
         own = memory_of(process.pid)

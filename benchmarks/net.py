@@ -6,10 +6,11 @@
 
 Calls `learn` of polybeast.py on random rollouts that lie on the device already, and its net on rows
 that come from the CPU and are answered there, as in its inference. On the GPU if there is one, with
-the highest use of its memory in brackets (in fp32, PyTorch lets its convolutions compute in TF32);
-else on one core, in agent steps a second of CPU time. `--trace FILE` profiles ten updates of the
-first net, precision and batch size instead. `--contended` measures learning and inference at the
-same time, in two threads of this process, as PolyBeast does both. Prints Markdown.
+the highest use of its memory in brackets (rows lie in pinned memory then; in fp32, PyTorch lets its
+convolutions compute in TF32); else on one core, in agent steps a second of the thread's CPU time.
+`--trace FILE` profiles ten updates of the first net, precision and batch size instead.
+`--contended` measures learning and inference at the same time, in two threads of this process, as
+PolyBeast does both. Prints Markdown.
 """
 
 import argparse
@@ -28,6 +29,7 @@ import torch  # noqa: E402
 from machine import print_header  # noqa: E402
 
 import polybeast  # noqa: E402
+from beast.cuda import DeviceCopies  # noqa: E402
 from beast.environments import map_nest  # noqa: E402
 from beast.learner import get_device, keep_freed_memory  # noqa: E402
 from beast.precision import autocast, to_float32  # noqa: E402
@@ -47,8 +49,8 @@ def rate_of(function, steps_a_call, seconds, clock=time.perf_counter):
 
 
 def clock_of(device):
-    """Return the clock: on a CPU that of CPU time, which other programs disturb less."""
-    return time.process_time if device.type == "cpu" else time.perf_counter
+    """Return the clock: on a CPU that of the thread's CPU time, which others disturb less."""
+    return time.thread_time if device.type == "cpu" else time.perf_counter
 
 
 def random_rows(space, num_actions, T, B):
@@ -95,12 +97,13 @@ def rate_of_learning(program, flags, model, space, seconds):
 def rate_of_inference(flags, model, space, num_rows, device, seconds):
     """Return rows/s of inference on `num_rows` at once, copies to and from the device included."""
     model.to(device)
-    rows = random_rows(space, model.num_actions, 1, num_rows)
-    agent_state = model.initial_state(num_rows)
+    rows = random_rows(space, model.num_actions, 1, num_rows), model.initial_state(num_rows)
+    if device.type == "cuda":  # as the dynamic batcher's are
+        rows = map_nest(lambda x: x.pin_memory(), rows)
+    copies = DeviceCopies(device)
 
     def infer():
-        inputs = map_nest(lambda x: x.to(device), (rows, agent_state))
-        map_nest(lambda x: x.cpu(), to_float32(model(*inputs)))
+        map_nest(lambda x: x.cpu(), to_float32(model(*copies.copy(rows))))
 
     with autocast(flags, device):  # around all calls, so that weights are cast once
         return rate_of(infer, num_rows, seconds, clock_of(device))
@@ -155,11 +158,12 @@ def main():
     parser.add_argument("--trace", help="profile instead, and write a trace there")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    keep_freed_memory()
     space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
     flags = polybeast.parser.parse_args(["--disable_cuda"] if options.disable_cuda else [])
     flags.unroll_length = options.unroll_length
     device = get_device(flags)
+    if device.type == "cpu":
+        keep_freed_memory()  # as the learner does
 
     def learning(net, precision, batch_size):
         flags.precision, flags.batch_size = precision, batch_size

@@ -180,7 +180,8 @@ PARTS = ENVIRONMENTS | {
 def measure_part(name, program, flags, num_rows, seconds, pipe):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    keep_freed_memory()
+    if get_device(flags).type == "cpu":
+        keep_freed_memory()  # as the learner does
     pipe.send(PARTS[name](PROGRAMS[program], flags, num_rows, seconds))
 
 

@@ -104,6 +104,15 @@ def test_tensorboard_reads_the_events_and_drops_those_beyond_the_step(tmp_path):
     assert read_events(tmp_path) == [(100, 50.0), (250, 7.0)]
 
 
+def test_a_run_goes_on_without_tensorboard(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(atomic_files, "SummaryWriter", None)
+    file = EventFile(tmp_path, 0)
+    file.write(100, {"loss": 1.0})
+    file.close()
+    assert list(tmp_path.iterdir()) == []
+    assert "no event file" in caplog.text
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_is_logged_and_events_are_written_again_later(small_disk, caplog, monkeypatch):
     clock = [0.0]

@@ -5,6 +5,7 @@
 little more than that these tests are right.
 """
 
+import json
 import os
 import threading
 
@@ -20,7 +21,7 @@ import polybeast
 from beast import bad_batch
 from beast.cuda import DeviceCopies
 from beast.environments import map_nest
-from beast.learner import Batch, get_device
+from beast.learner import Batch
 from beast.weights import LocalWeights, SharedWeights
 from libtorchbeast import BatchingQueue, ClosedBatchingQueue, DynamicBatcher
 
@@ -51,7 +52,8 @@ def loss_and_gradients(program, net, batch, precision, device):
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("use_lstm", [False, True])
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 2e-2)])
-def test_loss_and_gradients_are_those_of_the_cpu(name, use_lstm, precision, tolerance):
+def test_loss_and_gradients_are_those_of_the_cpu(name, use_lstm, precision, tolerance, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # fp32, not TF32
     torch.manual_seed(1)
     program, make = NETS[name]
     net, batch = make(use_lstm), make_batch(3)
@@ -219,8 +221,8 @@ def test_a_run_goes_on_where_it_was_on_another_device(tmp_path, fork):
         status, output = run(HELPERS / f"{fork}.py", arguments, f"--total_steps {2000 * i}", device)
         assert status == 0, output
         assert last_step(tmp_path / "run") >= 2000 * i
-        on_cpu = device or not IS_CUDA
-        assert ("cuda" in str(get_device(monobeast.parser.parse_args(device.split())))) != on_cpu
+        meta = json.loads((tmp_path / "run" / "meta.json").read_text())
+        assert torch.device(meta["device"]).type == ("cpu" if device else DEVICE.type)
     saved = load(tmp_path / "run" / "model.tar")
     assert all(torch.isfinite(w).all() for w in saved["model_state_dict"].values())
 
