@@ -480,20 +480,8 @@ def train(flags):
             consensus.metrics,
         )  # fmt: skip
         stack.enter_context(contextlib.closing(agents))
-
-        @contextlib.contextmanager
-        def hold():
-            with agents.hold() as has_saved:
-                for agent, is_new in enumerate(has_saved):
-                    if is_new:
-                        torch._foreach_copy_(states[agent], shared_states[agent])
-                    else:  # it is dead or late, but what it has sent is whole
-                        mailboxes.weights[agent].load_into(nets[agent])
-                    if (mean := agents.game_returns()[agent]) is not None:
-                        population.returns[agent] = mean
-                yield
-
-        learner.hold = hold
+        parts = population, states, shared_states, mailboxes
+        learner.hold = functools.partial(agents.hold_and_copy, *parts)
         with Threads(run.stop, on_exit=[agents.finish]) as threads:
             threads.start(count_updates, learner, agents, consensus, run)
             run.watch(agents)
