@@ -13,7 +13,7 @@ import gymnasium as gym
 import pytest
 import torch
 from deadline import wait_until
-from program import HELPERS, ROOT, Program, last_step, load, read_rows, run
+from program import HELPERS, ROOT, Program, column, last_step, load, read_rows, run
 from test_ppo import Table, make_rows
 
 import gala
@@ -277,11 +277,23 @@ def test_agents_with_averaged_gradients_are_one_with_all_environments(monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--message_delay 1", "without --deterministic nobody waits"),
-        ("--agent 4", "--agent is 4, but --num_agents is 4"),
-        ("--exchange none --max_staleness 3", "--max_staleness is 3, but with --exchange none"),
-        ("--deterministic --max_staleness 3", "but with --exchange gossip --deterministic nothing"),
-        ("--exchange allreduce --topology complete", "--topology is complete, but with --exchange"),
+        (
+            "--message_delay 1",
+            "is 1, which is for --exchange gossip --deterministic, not for --exch",
+        ),
+        (
+            "--message_delay 1 --deterministic --exchange none",
+            "--message_delay is 1, .* not for --exchange none --deterministic",
+        ),
+        ("--mode test --agent 4", "--agent is 4, but --num_agents is 4"),
+        ("--agent 2", "--agent is 2, but --mode is train"),
+        ("--exchange none --max_staleness 3", "--max_staleness is 3, .* not for --exchange none"),
+        ("--deterministic --max_staleness 3", "not for --exchange gossip --deterministic"),
+        (
+            "--exchange allreduce --topology complete",
+            "is complete, .* not for --exchange allreduce",
+        ),
+        ("--write_profiler_trace", "--write_profiler_trace is of one process"),
         ("--env_backend ale_vector", "--env_backend is ale_vector, but gala.py"),
     ],
 )
@@ -312,6 +324,19 @@ def test_max_staleness_waits_for_a_message_after_so_many_updates_without():
     is_sent = True
     assert gala.gossip(flags, *arguments, misses=2) == 0
     torch.testing.assert_close(models[0].weight, (own + models[1].weight) / 2)
+@pytest.mark.parametrize(("words", "plays"), [("", 1), ("--agent 0", 0), ("--agent 2", 2)])
+def test_the_agent_asked_for_plays_or_that_with_the_best_returns(monkeypatch, words, plays):
+    made = []
+    monkeypatch.setattr(gala, "parse_flags", lambda parser, argv: parser.parse_args(argv))
+    monkeypatch.setattr(gala.evaluate, "test", lambda flags, env, make_net: made.append(make_net))
+    assert gala.main(["--mode", "test", "--num_agents", "3", *words.split()]) == 0
+    population = made[0](gym.spaces.Box(-1, 1, (4,)), 3).eval()
+    for agent, net in enumerate(population.agents):
+        net.policy.bias.data[agent] = 100
+    population.returns.copy_(torch.tensor([1, 5, 3]))
+    assert population({"frame": torch.zeros(1, 1, 4)}, ())[0]["action"] == plays
+
+
 
 
 def test_an_agent_with_too_many_updates_that_are_not_finite_ends_and_gives_all_their_rows():
@@ -431,13 +456,22 @@ def test_one_agent_learns_alone(tmp_path, exchange):
 
 
 @pytest.mark.whole
-def test_with_allreduce_all_agents_have_the_same_weights(tmp_path):
+@pytest.mark.parametrize("exchange", ["allreduce", "none"])
+def test_without_gossip_weights_are_equal_or_as_far_apart_as_the_log_says(tmp_path, exchange):
     for total in (3000, 6000):  # the second one resumes the first
-        arguments = f"--exchange allreduce --total_steps {total}"
+        arguments = f"--exchange {exchange} --total_steps {total}"
         status, output = run(SCRIPT, arguments_of(tmp_path), arguments)
         assert status == 0, output
-        agents = agents_of(tmp_path)
-        assert equal(agents[0], agents[1]) and equal(agents[0], agents[2])
+        agents, rows = agents_of(tmp_path), read_rows(tmp_path / "run")
+        weights = torch.stack([torch.cat([w.flatten() for w in x.values()]) for x in agents])
+        apart = (weights - weights.mean(0)).norm().item()
+        assert column(rows, "consensus_distance")[-1] == pytest.approx(apart, rel=1e-3, abs=1e-4)
+        assert not column(rows, "gradient_cosine_peers")
+        if exchange == "allreduce":
+            assert equal(agents[0], agents[1]) and equal(agents[0], agents[2])
+            assert max(column(rows, "consensus_distance")) < 1e-4
+        else:
+            assert apart > 0.01
 
 
 @pytest.mark.whole
