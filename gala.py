@@ -354,8 +354,7 @@ def learn_alone(flags, link, sample, net, shared_states, mailboxes, gradients, p
     state, in_peers = state_of(model, optimizer), mailboxes.in_peers[agent]
     torch._foreach_copy_(state, shared_states[agent])
     if link.is_replacement:
-        source = in_peers[0] if flags.exchange == "gossip" and in_peers else agent
-        mailboxes.weights[source].load_into(model)
+        mailboxes.weights[in_peers[0] if in_peers else agent].load_into(model)
     if flags.exchange == "allreduce":
         store = dist.TCPStore("localhost", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=agent, world_size=flags.num_agents)
@@ -417,21 +416,19 @@ def check_flags(flags):
     """Refuse flags that contradict each other."""
     if flags.env_backend != "gym":
         raise FlagError(f"--env_backend is {flags.env_backend}, but gala.py steps gym's alone")
-    if flags.message_delay and not flags.deterministic:
-        raise FlagError(
-            f"--message_delay is {flags.message_delay}, but without --deterministic nobody waits "
-            "for messages of a certain age: add that, or leave it out"
-        )
-    if flags.max_staleness and (flags.exchange != "gossip" or flags.deterministic):
-        raise FlagError(
-            f"--max_staleness is {flags.max_staleness}, but with --exchange {flags.exchange}"
-            f"{' --deterministic' * flags.deterministic} nothing is stale: leave it out"
-        )
-    if flags.exchange != "gossip" and flags.topology != "ring":
-        raise FlagError(
-            f"--topology is {flags.topology}, but with --exchange {flags.exchange} no weights are "
-            "sent: leave it out"
-        )
+    if flags.write_profiler_trace:
+        raise FlagError("--write_profiler_trace is of one process, but agents learn in others")
+    how = f"--exchange {flags.exchange}" + " --deterministic" * flags.deterministic
+    for name, ways in (
+        ("topology", ("--exchange gossip", "--exchange gossip --deterministic")),
+        ("max_staleness", ("--exchange gossip",)),
+        ("message_delay", ("--exchange gossip --deterministic",)),
+    ):
+        value = getattr(flags, name)
+        if value != parser.get_default(name) and how not in ways:
+            raise FlagError(f"--{name} is {value}, which is for {' or '.join(ways)}, not for {how}")
+    if flags.agent is not None and flags.mode == "train":
+        raise FlagError(f"--agent is {flags.agent}, but --mode is train, which is of all agents")
     if flags.agent is not None and flags.agent >= flags.num_agents:
         raise FlagError(f"--agent is {flags.agent}, but --num_agents is {flags.num_agents}")
 
@@ -465,35 +462,26 @@ def train(flags):
         shared_states = SharedCopies(states[0], len(nets), "the agents' weights and optimizers")
         for shared_state, state in zip(shared_states, states, strict=True):
             torch._foreach_copy_(shared_state, state)
-        in_peers = [find_in_peers(flags.topology, i, len(nets)) for i in range(len(nets))]
+        in_peers = [
+            find_in_peers(flags.topology, i, len(nets)) if flags.exchange == "gossip" else []
+            for i in range(len(nets))
+        ]
         mailboxes = Mailboxes(in_peers, nets)
         gradients = torch.zeros(len(nets), flatten(net.parameters()).numel()).share_memory_()
-        consensus = Consensus(mailboxes, copy.deepcopy(net), gradients, flags.deterministic)
+        in_step = flags.exchange == "allreduce" or flags.deterministic
+        consensus = Consensus(mailboxes, copy.deepcopy(net), gradients, in_step)
         port = None
         if flags.exchange == "allreduce":
             store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             port = store.port
         arguments = rows | outputs, net, shared_states, mailboxes, gradients, port
-        in_step = flags.exchange == "allreduce" or flags.deterministic
         agents = Agents(
             flags, start_fork_server(), learn_alone, arguments, in_step, run.first_step,
             consensus.metrics,
         )  # fmt: skip
         stack.enter_context(contextlib.closing(agents))
-
-        @contextlib.contextmanager
-        def hold():
-            with agents.hold() as has_saved:
-                for agent, is_new in enumerate(has_saved):
-                    if is_new:
-                        torch._foreach_copy_(states[agent], shared_states[agent])
-                    else:  # it is dead or late, but what it has sent is whole
-                        mailboxes.weights[agent].load_into(nets[agent])
-                    if (mean := agents.game_returns()[agent]) is not None:
-                        population.returns[agent] = mean
-                yield
-
-        learner.hold = hold
+        parts = population, states, shared_states, mailboxes
+        learner.hold = functools.partial(agents.hold_and_copy, *parts)
         with Threads(run.stop, on_exit=[agents.finish]) as threads:
             threads.start(count_updates, learner, agents, consensus, run)
             run.watch(agents)

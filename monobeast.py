@@ -37,7 +37,7 @@ from beast import diagnostics, evaluate
 from beast.actors import Actors
 from beast.ale_vector import AtariEnvironments
 from beast.environments import Environments, map_nest, try_out
-from beast.flags import add_run_flags, parse_flags, run_program
+from beast.flags import add_learner_flags, add_run_flags, parse_flags, run_program
 from beast.fork_server import start_fork_server
 from beast.learner import Learner, get_device
 from beast.learner_group import ALONE
@@ -62,6 +62,7 @@ from beast.weights import SharedWeights
 # fmt: off
 parser = Parser("monobeast.py", "IMPALA on one machine.")
 add_run_flags(parser)
+add_learner_flags(parser)
 
 training = parser.add_argument_group("training")
 training.add_argument("--total_steps", default=5_000_000, type=positive(int),

@@ -38,7 +38,7 @@ from beast import diagnostics, evaluate, servers
 from beast.cuda import DeviceCopies
 from beast.environments import map_nest
 from beast.errors import FlagError
-from beast.flags import add_run_flags, add_server_flags, parse_flags, run_program
+from beast.flags import add_learner_flags, add_run_flags, add_server_flags, parse_flags, run_program
 from beast.learner import Learner, get_device
 from beast.learner_group import ALONE
 from beast.machine import choose_servers, count_cores
@@ -57,6 +57,7 @@ from polybeast_env import create_env
 # fmt: off
 parser = Parser("polybeast.py", "IMPALA on many machines.")
 add_run_flags(parser)
+add_learner_flags(parser)
 add_server_flags(parser)
 
 training = parser.add_argument_group("training")

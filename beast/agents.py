@@ -198,6 +198,24 @@ class Agents:
                     self._held = [False] * len(self._held)
                     self._has_saved = list(self._held)
 
+    @contextlib.contextmanager
+    def hold_and_copy(self, population, states, shared_states, mailboxes):
+        """Have all agents hold still in this block, in which a Population has what they have.
+
+        Args:
+          states, shared_states: of each agent, the tensors in `population` and in its optimizer,
+            and where the agent leaves them when it holds.
+        """
+        with self.hold() as has_saved:
+            for agent, is_new in enumerate(has_saved):
+                if is_new:
+                    torch._foreach_copy_(states[agent], shared_states[agent])
+                else:  # it is dead or late, but what it has sent is whole
+                    mailboxes.weights[agent].load_into(population.agents[agent])
+                if (mean := self.game_returns()[agent]) is not None:
+                    population.returns[agent] = mean
+            yield
+
     def finish(self):
         """Hold all agents for good; for any thread."""
         with self._condition:

@@ -5,6 +5,7 @@ Source: Assran et al. 2019, "Gossip-based Actor-Learner Architectures for Deep R
 Learning".
 """
 
+import threading
 from collections import deque
 
 import torch
@@ -21,9 +22,10 @@ class Consensus:
     """How far the agents' weights are apart, and how alike their gradients are.
 
     consensus_distance is the Frobenius norm of all agents' weights, mixed, less their mean;
-    consensus_bound is the bound of Proposition 1, as a recursion. It holds with --deterministic and
-    without delay, since both are of the same update then; else it is an indication, as is the
-    distance, which is of the newest messages.
+    consensus_bound is the bound of Proposition 1, as a recursion. It holds in step and without
+    delay, since both are of the same update then; else it is an indication, as is the distance,
+    which is of the newest messages. Where agents have no in-peers, P is the unit matrix and the
+    bound the sum of all updates.
 
     Args:
       mailboxes: the agents' Mailboxes.
@@ -38,19 +40,22 @@ class Consensus:
         self._beta = torch.linalg.svdvals(self._matrix)[1:2].sum().item()  # the second, if any
         self._norms = [deque() for _ in mailboxes.weights]  # of updates whose round is not complete
         self._in_step, self._round = in_step, 0
+        self._lock = threading.Lock()  # while it is held, agents in step come no further
         messages = self._messages()
         self.bound = (messages - messages.mean(0)).norm().item()  # 0, but in a run that is resumed
 
     def count(self, agent, update_norm):
         """Count an update of an agent, by how far it has moved the weights."""
-        self._norms[agent].append(update_norm)
-        if all(self._norms):
-            squares = sum(norms.popleft() ** 2 for norms in self._norms)
-            self.bound = self._beta * (self.bound + squares**0.5)
-            self._round += 1
+        with self._lock:
+            self._norms[agent].append(update_norm)
+            if all(self._norms):
+                squares = sum(norms.popleft() ** 2 for norms in self._norms)
+                self.bound = self._beta * (self.bound + squares**0.5)
+                self._round += 1
 
     def distance(self):
-        messages = self._messages()
+        with self._lock:
+            messages = self._messages()
         mixed = self._matrix.to(messages) @ messages
         return (mixed - mixed.mean(0)).norm().item()
 

@@ -36,9 +36,6 @@ def add_run_flags(parser):
                      "action sampling. By default a random one, which meta.json holds.")
     run.add_argument("--checkpoint_interval_s", default=600, type=positive(float),
                      help="Seconds from one checkpoint to the next: the most that a kill can cost.")
-    run.add_argument("--elastic", metavar="HOST:PORT", help="Be one of several learners that come "
-                     "and go, which agree by torchft's lighthouse there (pip install torchft; "
-                     "docs/learners.md).")
     run.add_argument("--wandb", action="store_true",
                      help="Log to Weights & Biases, too (pip install wandb).")
     run.add_argument("--disable_checkpoint", action="store_true", help="Save no checkpoint.")
@@ -63,6 +60,14 @@ def add_run_flags(parser):
     parser.set_defaults(chosen=[], fp32_devices=[])
     parser.set_defaults(rank=0, num_learners=1)  # of learners that torchrun has started
     evaluate.add_flags(parser)
+
+
+def add_learner_flags(parser):
+    """Let the program be one of several learners: for one whose `learn` sums over them."""
+    group = parser.add_argument_group("several learners")
+    group.add_argument("--elastic", metavar="HOST:PORT", help="Be one of several learners that "
+                       "come and go, which agree by torchft's lighthouse there (pip install "
+                       "torchft; docs/learners.md).")  # fmt: skip
 
 
 def add_server_flags(parser):
@@ -104,12 +109,13 @@ def parse_flags(parser, argv=None):
         raise FlagError(f"--autotune is a program of its own now: {command}")
     if sys.platform != "linux":
         raise FlagError(f"this runs on Linux only, not on {sys.platform}")
-    group = elastic.join_group(flags) if flags.elastic else torchrun.join_group(flags)
+    is_elastic = getattr(flags, "elastic", None) is not None
+    group = elastic.join_group(flags) if is_elastic else torchrun.join_group(flags)
     flags = group.from_rank_0(lambda: _fill_in(parser, argv, flags))
     flags.rank, flags.num_learners = group.rank, group.size
     if group.by_torchrun:
         torchrun.check_flags(flags)  # with what the checkpoint has added
-    if flags.elastic:
+    if is_elastic:
         elastic.check_completed_flags(flags, group)
     if flags.mode == "train" and flags.end_with_stdin:  # a test looks after this by itself
         exit_with_parent(sys.stdin.fileno(), lambda: os.kill(os.getpid(), signal.SIGTERM))

@@ -30,12 +30,18 @@ def join_group(flags):
       flags: as the command line gives them.
 
     Raises:
-      FlagError: torchrun's variables contradict each other, or the flags do not go with them; or
-        another rank has other flags, another commit, or another kind of device.
+      FlagError: the program is for one learner; torchrun's variables contradict each other, or the
+        flags do not go with them; or another rank has other flags, another commit, or another kind
+        of device.
     """
     variables = {name: os.environ.get(name) for name in VARIABLES}
     if variables["RANK"] is None or "TORCHELASTIC_RUN_ID" not in os.environ:
         return ALONE
+    if "elastic" not in flags:
+        raise FlagError(
+            f"{flags.program} is for one learner, but torchrun has started this one (RANK is "
+            f"{variables['RANK']}): start it by python (docs/learners.md)"
+        )
     rank, size = _check_variables(variables)
     check_flags(flags)
     if flags.xpid is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:

@@ -17,8 +17,10 @@ import small_run
 import torch
 from program import HELPERS, ROOT, Program, last_step, load, read_rows
 
+import gala
 import monobeast
 import polybeast
+import ppo
 from beast import checkpoint, servers, streams
 from beast.errors import FlagError
 from beast.flags import parse_flags
@@ -251,6 +253,21 @@ def test_flags_and_variables_that_contradict_each_other_are_refused_at_once(
             monkeypatch.setenv(name, value)
     with pytest.raises(FlagError, match=re.escape(message)):
         parse_flags(monobeast.parser, [*arguments.split(), "--savedir", str(tmp_path)])
+
+
+@pytest.mark.parametrize("program", [ppo, gala])
+def test_programs_for_one_learner_refuse_others_before_anything_starts(
+    program, monkeypatch, tmp_path, capsys
+):
+    with pytest.raises(SystemExit):
+        program.main(["--savedir", str(tmp_path), "--elastic", "localhost:1"])
+    assert "unrecognized arguments: --elastic localhost:1" in capsys.readouterr().err
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    name = program.parser.get_default("program")
+    with pytest.raises(FlagError, match=f"{name} is for one learner, .*RANK is 1"):
+        program.main(["--savedir", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.whole

@@ -4,7 +4,7 @@
 import torch
 
 from beast import checkpoint
-from beast.flags import add_run_flags, parse_flags
+from beast.flags import add_learner_flags, add_run_flags, parse_flags
 from beast.learner import Batch, Learner
 from beast.parser import Parser
 from beast.weights import LocalWeights
@@ -16,6 +16,7 @@ UPDATE = {"steps": 100.0, "total_loss": 0.5}
 def create_parser(program="program.py"):
     parser = Parser(program, "A program.")
     add_run_flags(parser)
+    add_learner_flags(parser)
     parser.add_argument("--total_steps", default=1000, type=int)
     parser.add_argument("--learning_rate", default=0.5, type=float)
     parser.add_argument("--use_lstm", action="store_true")
