@@ -93,8 +93,8 @@ training.add_argument("--unroll_length", type=positive(int),
                       help=f"Steps in a rollout. {default_of('unroll_length')}")
 training.add_argument("--num_epochs", type=positive(int),
                       help=f"Times that each rollout is learned from. {default_of('num_epochs')}")
-training.add_argument("--num_minibatches", type=positive(int),
-                      help=f"Optimizer steps in an epoch. {default_of('num_minibatches')}")
+training.add_argument("--num_minibatches", type=positive(int), help="Optimizer steps in an epoch. "
+                      f"{default_of('num_minibatches')} With --use_gru at most --num_envs.")
 training.add_argument("--deterministic", action="store_true",
                       help="Use deterministic algorithms alone, and log by updates, so that runs "
                       "with one --seed on one machine are the same.")
@@ -176,10 +176,8 @@ class Net(nn.Module):
         self.gru = nn.GRU(size, 256) if use_gru else None
         size = 256 if use_gru else size
         self.policy, self.baseline = nn.Linear(size, num_actions), nn.Linear(size, 1)
-        nn.init.orthogonal_(self.policy.weight, 0.01)
-        nn.init.orthogonal_(self.baseline.weight, 1.0)
-        for layer in (self.policy, self.baseline):
-            nn.init.zeros_(layer.bias)
+        initialize([self.policy], 0.01)
+        initialize([self.baseline], 1.0)
         if continuous:
             self.log_std = nn.Parameter(torch.zeros(num_actions))
         self.register_buffer("kl_penalty", torch.ones(()))  # of --penalty kl; adapted by learn
@@ -488,6 +486,7 @@ def play_and_learn(flags, learner, groups, sample, run):
 
 def check_flags(flags):
     """Refuse flags that contradict each other; fill in those that are open."""
+    num_minibatches = flags.num_minibatches
     for name, values in DEFAULTS.items():
         if getattr(flags, name) is None:
             setattr(flags, name, values[flags.continuous])
@@ -508,6 +507,7 @@ def check_flags(flags):
             f"(--num_envs {flags.num_envs} / --num_groups {flags.num_groups}): give at most {n}"
         )
     most = flags.num_envs * (1 if flags.use_gru else flags.unroll_length)
+    flags.num_minibatches = num_minibatches or min(flags.num_minibatches, most)
     if flags.num_minibatches > most:
         what = "environments, of which --use_gru leaves each whole" if flags.use_gru else "steps"
         raise FlagError(

@@ -318,6 +318,20 @@ def test_flags_that_contradict_each_other_are_refused(arguments, message):
         parse(arguments)
 
 
+@pytest.mark.parametrize("continuous", [False, True])
+@pytest.mark.parametrize(
+    ("arguments", "num_minibatches"),
+    [
+        ("", (4, 32)),
+        ("--use_gru", (4, 8)),
+        ("--use_gru --num_envs 2", (2, 2)),
+        ("--num_envs 1 --unroll_length 3", (3, 3)),
+    ],
+)
+def test_defaults_fit_each_other(arguments, num_minibatches, continuous):
+    assert parse(arguments, continuous).num_minibatches == num_minibatches[continuous]
+
+
 def train(folder, env, *arguments):
     where = f"--env {env} --disable_cuda --xpid run --savedir {folder} --seed 3"
     status, output = run(SCRIPT, where, *arguments)
