@@ -179,6 +179,9 @@ class ParallelEnvironments:
     def _cut_episodes(self, columns):
         """Write the row of environments that are lost; their frames stay as they were."""
         row = self.row
+        for name in TOTALS:  # those of what had ended were counted with that row
+            has_ended = row["game_done" if name.startswith("game") else "done"][columns]
+            row[name][columns][has_ended] = 0
         for name in ("reward", "done", "terminated", "game_done"):
             row[name][columns] = 0
         row["truncated"][columns] = True
