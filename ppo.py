@@ -35,7 +35,7 @@ from torch import nn
 
 import atari_wrappers
 import vtrace
-from beast import evaluate
+from beast import diagnostics, evaluate
 from beast.collect import collect
 from beast.environments import Environments, map_nest, try_out
 from beast.errors import FlagError
@@ -310,7 +310,7 @@ def distribution(policy_logits, continuous):
 
 
 def compute_policy_loss(flags, log_rhos, advantages, kl, kl_penalty, mask):
-    """Return the loss that --penalty says, and how many actions were clipped; a mean over the mask.
+    """Return the loss that --penalty says, a mean over the mask.
 
     Args:
       log_rhos: [T, N], log of how much more probable an action is than when it was played.
@@ -343,9 +343,8 @@ def compute_loss(flags, model, batch, initial_agent_state):
     log_rhos = policy.log_prob(batch["action"]) - behavior_policy.log_prob(batch["action"])
     kl = torch.distributions.kl_divergence(behavior_policy, policy)
 
-    policy_loss = compute_policy_loss(
-        flags, log_rhos, batch["advantages"], kl, model.kl_penalty, mask
-    )
+    advantages, kl_penalty = batch["advantages"], model.kl_penalty
+    policy_loss = compute_policy_loss(flags, log_rhos, advantages, kl, kl_penalty, mask)
     error = torch.where(mask, batch["vs"] - outputs["baseline"], 0)
     baseline_loss = flags.baseline_cost * error.square().sum() / num_steps
     entropy = torch.where(mask, policy.entropy(), 0).sum() / num_steps
@@ -456,8 +455,9 @@ def learn(flags, model, rows, agent_states, optimizer):
     if not model.is_image:
         # Not sooner: only with the same normalizer is the policy that learns the one that acted.
         model.normalizer.update(flatten(map_nest(lambda x: x[mask], batch["frame"])))
-    errors, targets = (batch["vs"] - batch["values"])[mask], batch["vs"][mask]
-    metrics["explained_variance"] = 1 - (errors.var() / targets.var().clamp(min=1e-8)).item()
+    vs, values = batch["vs"], batch["values"]
+    moments = diagnostics.from_importance_weights(torch.zeros_like(vs), vs, values, mask)
+    metrics["explained_variance"] = to_floats(moments)["explained_variance"]
     return metrics
 
 

@@ -16,6 +16,7 @@ from program import ROOT, Program, last_step, load, read_meta, read_rows, run
 import ppo
 from beast.environments import map_nest
 from beast.errors import FlagError
+from beast.metrics import is_finite
 from beast.nets import create_net
 from beast.normalizer import Normalizer, RewardScaler
 from beast.parallel_environments import ParallelEnvironments
@@ -301,6 +302,16 @@ def test_a_loss_that_is_not_finite_stops_learning_before_the_weights_are_touched
     metrics = ppo.learn(flags, model, rows, ((), ()), optimizer)
     assert math.isnan(metrics["total_loss"]) and metrics["steps"] > 0
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("column", "steps"), [(1, 1), (0, 0)])  # in 0 there is only a reset
+@pytest.mark.parametrize("penalty", ["clip", "kl"])
+def test_metrics_of_a_rollout_of_one_row_are_finite(column, steps, penalty):
+    model, flags = Table(), parse(f"--num_envs 1 --unroll_length 1 --penalty {penalty}")
+    optimizer, _ = ppo.create_optimizer(flags, model)
+    rows = map_nest(lambda x: x[:2, column : column + 1], make_rows(model))
+    metrics = ppo.learn(flags, model, rows, ((), ()), optimizer)
+    assert is_finite(metrics) and metrics["steps"] == steps
 
 
 @pytest.mark.parametrize(
