@@ -418,9 +418,8 @@ def split(flags, batch, agent_state):
             state = map_nest(lambda x, c=columns: x[:, c], agent_state)
             yield map_nest(lambda x, c=columns: x[:, c], batch), state
         return
-    transitions = batch["mask"].flatten().nonzero().squeeze(1)
-    order = transitions[torch.randperm(len(transitions), device=device)]
     flat = map_nest(lambda x: x.flatten(0, 1), batch)
+    order = torch.randperm(len(flat["mask"]), device=device)
     for places in order.tensor_split(flags.num_minibatches):
         yield map_nest(lambda x, p=places: x[p].unsqueeze(0), flat), ()
 
