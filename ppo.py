@@ -35,7 +35,7 @@ from torch import nn
 
 import atari_wrappers
 import vtrace
-from beast import evaluate
+from beast import diagnostics, evaluate
 from beast.collect import collect
 from beast.environments import Environments, map_nest, try_out
 from beast.errors import FlagError
@@ -93,8 +93,8 @@ training.add_argument("--unroll_length", type=positive(int),
                       help=f"Steps in a rollout. {default_of('unroll_length')}")
 training.add_argument("--num_epochs", type=positive(int),
                       help=f"Times that each rollout is learned from. {default_of('num_epochs')}")
-training.add_argument("--num_minibatches", type=positive(int),
-                      help=f"Optimizer steps in an epoch. {default_of('num_minibatches')}")
+training.add_argument("--num_minibatches", type=positive(int), help="Optimizer steps in an epoch. "
+                      f"{default_of('num_minibatches')} With --use_gru at most --num_envs.")
 training.add_argument("--deterministic", action="store_true",
                       help="Use deterministic algorithms alone, and log by updates, so that runs "
                       "with one --seed on one machine are the same.")
@@ -176,10 +176,8 @@ class Net(nn.Module):
         self.gru = nn.GRU(size, 256) if use_gru else None
         size = 256 if use_gru else size
         self.policy, self.baseline = nn.Linear(size, num_actions), nn.Linear(size, 1)
-        nn.init.orthogonal_(self.policy.weight, 0.01)
-        nn.init.orthogonal_(self.baseline.weight, 1.0)
-        for layer in (self.policy, self.baseline):
-            nn.init.zeros_(layer.bias)
+        initialize([self.policy], 0.01)
+        initialize([self.baseline], 1.0)
         if continuous:
             self.log_std = nn.Parameter(torch.zeros(num_actions))
         self.register_buffer("kl_penalty", torch.ones(()))  # of --penalty kl; adapted by learn
@@ -312,7 +310,7 @@ def distribution(policy_logits, continuous):
 
 
 def compute_policy_loss(flags, log_rhos, advantages, kl, kl_penalty, mask):
-    """Return the loss that --penalty says, and how many actions were clipped; a mean over the mask.
+    """Return the loss that --penalty says, a mean over the mask.
 
     Args:
       log_rhos: [T, N], log of how much more probable an action is than when it was played.
@@ -345,9 +343,8 @@ def compute_loss(flags, model, batch, initial_agent_state):
     log_rhos = policy.log_prob(batch["action"]) - behavior_policy.log_prob(batch["action"])
     kl = torch.distributions.kl_divergence(behavior_policy, policy)
 
-    policy_loss = compute_policy_loss(
-        flags, log_rhos, batch["advantages"], kl, model.kl_penalty, mask
-    )
+    advantages, kl_penalty = batch["advantages"], model.kl_penalty
+    policy_loss = compute_policy_loss(flags, log_rhos, advantages, kl, kl_penalty, mask)
     error = torch.where(mask, batch["vs"] - outputs["baseline"], 0)
     baseline_loss = flags.baseline_cost * error.square().sum() / num_steps
     entropy = torch.where(mask, policy.entropy(), 0).sum() / num_steps
@@ -421,9 +418,8 @@ def split(flags, batch, agent_state):
             state = map_nest(lambda x, c=columns: x[:, c], agent_state)
             yield map_nest(lambda x, c=columns: x[:, c], batch), state
         return
-    transitions = batch["mask"].flatten().nonzero().squeeze(1)
-    order = transitions[torch.randperm(len(transitions), device=device)]
     flat = map_nest(lambda x: x.flatten(0, 1), batch)
+    order = torch.randperm(len(flat["mask"]), device=device)
     for places in order.tensor_split(flags.num_minibatches):
         yield map_nest(lambda x, p=places: x[p].unsqueeze(0), flat), ()
 
@@ -458,8 +454,9 @@ def learn(flags, model, rows, agent_states, optimizer):
     if not model.is_image:
         # Not sooner: only with the same normalizer is the policy that learns the one that acted.
         model.normalizer.update(flatten(map_nest(lambda x: x[mask], batch["frame"])))
-    errors, targets = (batch["vs"] - batch["values"])[mask], batch["vs"][mask]
-    metrics["explained_variance"] = 1 - (errors.var() / targets.var().clamp(min=1e-8)).item()
+    vs, values = batch["vs"], batch["values"]
+    moments = diagnostics.from_importance_weights(torch.zeros_like(vs), vs, values, mask)
+    metrics["explained_variance"] = to_floats(moments)["explained_variance"]
     return metrics
 
 
@@ -488,6 +485,7 @@ def play_and_learn(flags, learner, groups, sample, run):
 
 def check_flags(flags):
     """Refuse flags that contradict each other; fill in those that are open."""
+    num_minibatches = flags.num_minibatches
     for name, values in DEFAULTS.items():
         if getattr(flags, name) is None:
             setattr(flags, name, values[flags.continuous])
@@ -508,6 +506,7 @@ def check_flags(flags):
             f"(--num_envs {flags.num_envs} / --num_groups {flags.num_groups}): give at most {n}"
         )
     most = flags.num_envs * (1 if flags.use_gru else flags.unroll_length)
+    flags.num_minibatches = num_minibatches or min(flags.num_minibatches, most)
     if flags.num_minibatches > most:
         what = "environments, of which --use_gru leaves each whole" if flags.use_gru else "steps"
         raise FlagError(

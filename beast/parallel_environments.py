@@ -168,17 +168,18 @@ class ParallelEnvironments:
         def copy(target, source):
             target[columns] = source.numpy()[columns]
 
-        totals = {name: self.row[name][columns].copy() for name in TOTALS}
-        map_nest(copy, self.row, self._shared[0])
-        if process.is_new:  # episodes that were cut end here; their games count for nothing
-            process.is_new = False
-            self.row["game_done"][columns] = False
-            for name, values in totals.items():
-                self.row[name][columns] = values
+        # Episodes that were cut end here, with the totals they had; their games count for nothing.
+        kept = (*TOTALS, "game_done") if process.is_new else ()
+        for name in self.row.keys() - kept:
+            map_nest(copy, self.row[name], self._shared[0][name])
+        process.is_new = False
 
     def _cut_episodes(self, columns):
         """Write the row of environments that are lost; their frames stay as they were."""
         row = self.row
+        for name in TOTALS:  # those of what had ended were counted with that row
+            has_ended = row["game_done" if name.startswith("game") else "done"][columns]
+            row[name][columns][has_ended] = 0
         for name in ("reward", "done", "terminated", "game_done"):
             row[name][columns] = 0
         row["truncated"][columns] = True

@@ -25,6 +25,7 @@ from machine import cpu_seconds, descendants, print_header
 
 START_SECONDS = 300  # that a program may take to its first update, and from one row to the next
 STOP_SECONDS = 30
+PROGRAMS = ["monobeast", "polybeast", "ppo", "gala"]
 
 
 def run_program(script, arguments, seconds):
@@ -90,7 +91,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("before", type=pathlib.Path, help="folder of the old checkout")
     parser.add_argument("after", type=pathlib.Path, help="folder of the new one")
-    parser.add_argument("--program", default="monobeast", choices=["monobeast", "polybeast"])
+    parser.add_argument("--program", default="monobeast", choices=PROGRAMS)
     parser.add_argument("--pairs", type=int, default=7, help="(default: 7)")
     parser.add_argument("--seconds", type=float, default=40, help="of a run (default: 40)")
     options, arguments = parser.parse_known_args()

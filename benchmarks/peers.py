@@ -6,12 +6,13 @@
     python benchmarks/peers.py --suite ppo-cheetah [flags of ppo.py]          PPO alone
 
 A suite is one task, with the same net for all: IMPALA and others learn Pong with the shallow net;
-PPO learns Pong, and HalfCheetah, with equal batches, epochs and numbers of environments. Programs
-run one after the other and over again, so that a slow minute slows all of them. Counted are steps
-that were learned from, for `--seconds`, after a third of that to warm up. On first use (or with
---setup alone) each peer gets a virtual environment of its own in `--folder`, of the versions below;
-what does not install or start is reported with the reason. The peers' drivers are in
-benchmarks/peers. Linux only. Prints Markdown.
+PPO learns Pong, and HalfCheetah, with equal batches, epochs and numbers of environments. Where a
+library has two rows for one algorithm, the faster one is the peer. Programs run one after the other
+and over again, so that a slow minute slows all of them. Counted are steps that were learned from,
+for `--seconds`, after a third of that to warm up. On first use (or with --setup alone) each peer
+gets a virtual environment of its own in `--folder`, of the versions below; what does not install or
+start is reported with the reason. The peers' drivers are in benchmarks/peers. Linux only. Prints
+Markdown.
 """
 
 import argparse
@@ -41,6 +42,7 @@ from whole import measure_whole  # noqa: E402
 
 import monobeast  # noqa: E402
 import ppo  # noqa: E402
+from beast.machine import count_cores  # noqa: E402
 
 START_SECONDS = 120  # that a program may take to its first update
 STOP_SECONDS = 15  # to end by itself
@@ -111,6 +113,15 @@ PEERS = {
             "Adam",
         ),
     ),
+    "sb3-ppo-pong-threads": Peer(
+        SB3,
+        f"sb3.py ppo=1 envs=32 rollout=64 minibatch=512 threads={count_cores()}",
+        (
+            *("PPO, in turns", "2048, in 4 minibatches", 4, 32),
+            f"32 that step, main infers and learns with {count_cores()} threads",
+            "Adam",
+        ),
+    ),
     "sb3-ppo-cheetah": Peer(
         f"{SB3} gymnasium[mujoco]",
         "sb3.py ppo=1 cheetah=1 envs=8 processes=0 rollout=256 epochs=10 minibatch=64",
@@ -155,10 +166,10 @@ SUITES = {
     ),
     "ppo-pong": Suite(
         ppo, "PongNoFrameskip-v4", {f"ppo{k}": v for k, v in PRECISIONS.items()},
-        ["sb3-ppo-pong"],
+        ["sb3-ppo-pong", "sb3-ppo-pong-threads"],
         (
             *("PPO, in turns", "2048, in 4 minibatches", 4, 32),
-            "2 that step, main infers and learns", "Adam",
+            f"{count_cores()} that step, main infers and learns with as many threads", "Adam",
         ),
     ),
     "ppo-cheetah": Suite(
@@ -166,7 +177,8 @@ SUITES = {
         ["sb3-ppo-cheetah", "sb3-ppo-cheetah-processes"],
         (
             *("PPO, in turns", "2048, in 32 minibatches", 10, 8),
-            "2 that step, main infers and learns", "Adam; observations and rewards normalized",
+            f"{count_cores()} that step, main infers and learns",
+            "Adam; observations and rewards normalized",
         ),
     ),
 }  # fmt: skip
@@ -236,7 +248,8 @@ def measure_peer(name, python, flags, seconds):
         command[1] = ROOT / "benchmarks" / "peers" / command[1]
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w") as log:
         # All that it writes goes to the folder, also what is for the home folder. One thread a
-        # process: with more processes than cores, threads that wait for each other cost a lot.
+        # process, unless its driver sets another number: with more processes than cores, threads
+        # that wait for each other cost a lot.
         environ = os.environ | {key: value, "HOME": folder, "TMPDIR": folder}
         environ["OMP_NUM_THREADS"] = "1"
         process = subprocess.Popen(command, env=environ, cwd=folder, stdout=log, stderr=log)
@@ -263,7 +276,8 @@ def measure_peer(name, python, flags, seconds):
 def describe_monobeast(flags):
     monobeast.check_flags(flags)  # which fills in what is open
     steps, envs = flags.batch_size * flags.unroll_length, flags.num_actors * flags.envs_per_actor
-    processes = f"{flags.num_actors} that step and infer, main learns"
+    threads = max(1, count_cores() - flags.num_actors)
+    processes = f"{flags.num_actors} that step and infer, main learns with {threads} thread(s)"
     besides = "RMSProp; the net also gets last action and reward"
     return "IMPALA", steps, 1, envs, processes, besides
 
@@ -317,7 +331,8 @@ def main():
         ratio = statistics.median(a / b for a, b in zip(ours, values, strict=True))
         print("|", " | ".join([name, *map("{:,.0f}".format, numbers), f"{ratio:.2f}"]), "|")
 
-    print("\nAll: on the CPU, one thread a process, the peers in fp32;", NETS[suite.env], "\n")
+    threads = "one thread a process where no other number stands"
+    print(f"\nAll: on the CPU, {threads}, the peers in fp32;", NETS[suite.env], "\n")
     print("| |", " | ".join([*DIFFERENCES, "versions"]), "|")
     print("|---" * (len(DIFFERENCES) + 2) + "|")
     ours = suite.differences or describe_monobeast(flags)

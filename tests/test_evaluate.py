@@ -26,15 +26,16 @@ from program import HELPERS, ROOT, Program, column, last_step, read_rows, split_
 import atari_wrappers
 import monobeast
 import polybeast
+import ppo
 from beast import atari_scores, checkpoint, curves, evaluate
 from beast.background_evaluation import BackgroundEvaluation
 from beast.environments import Environments
 from beast.errors import EnvError
 from beast.run import FlagError
 
-PROGRAMS = {"monobeast": monobeast, "polybeast": polybeast}
+PROGRAMS = {"monobeast": monobeast, "polybeast": polybeast, "ppo": ppo}
 SCRIPTS = {"monobeast": HELPERS / "catch.py", "polybeast": HELPERS / "catch_poly.py"}
-both = pytest.mark.parametrize("name", PROGRAMS)
+both = pytest.mark.parametrize("name", SCRIPTS)
 
 
 class Still:
@@ -72,7 +73,7 @@ def make_run(name, folder, *arguments):
     program = PROGRAMS[name]
     arguments = ["--savedir", str(folder), "--xpid", "run", *map(str, arguments)]
     flags = program.parser.parse_args(arguments)
-    environment = catch.create_env(flags)
+    environment = gym.wrappers.FlattenObservation(catch.create_env(flags))  # ppo.Net's are larger
     model = program.Net(environment.observation_space, environment.action_space.n)
     (folder / "run").mkdir(parents=True)
     torch.save(checkpoint.pack_weights(flags, model, 1234), folder / "run" / "model.tar")
@@ -293,10 +294,14 @@ def clips(monkeypatch):
     return written
 
 
-@both
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_each_game_of_a_test_becomes_a_video_and_no_other(name, tmp_path, monkeypatch, clips):
     words = make_run(name, tmp_path, "--env", "Catch")
-    monkeypatch.setattr(PROGRAMS[name], "create_env", lambda flags: Painter(flags.render_mode))
+
+    def create_env(flags):
+        return gym.wrappers.FlattenObservation(Painter(flags.render_mode))
+
+    monkeypatch.setattr(PROGRAMS[name], "create_env", create_env)
     run_test(name, words, "--num_episodes 3 --record_video", tmp_path / "videos")
     paths, frames, rates = zip(*clips, strict=True)
     folder = tmp_path / "videos"

@@ -163,13 +163,18 @@ def test_an_environment_that_raises_is_an_error_with_its_traceback(environments)
         raising.step(np.zeros(5, np.int64))
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-def test_a_lost_process_is_replaced_and_its_episodes_are_cut(environments, caplog, how):
+@pytest.mark.parametrize(
+    ("how", "num_steps"),
+    [("SIGKILL", 4), ("SIGSTOP", 4), ("SIGKILL", 7)],  # after 7 episodes end, with a return of 28
+)
+def test_a_lost_process_is_replaced_and_its_episodes_are_cut(environments, caplog, how, num_steps):
     several = environments(Counter, 2, stall_timeout_s=0.1 if how == "SIGSTOP" else 60)
     several.initial()
     actions = np.ones(5, np.int64)
-    for _ in range(4):
+    for _ in range(num_steps):
         before = copy(several.step(actions))
+    has_ended = num_steps == 7
+    assert before["done"].tolist() == [has_ended] * 5 and before["episode_return"][0] > 0
     pid = pids_of(several)[0]
     os.kill(pid, getattr(signal, how))
     cut = copy(several.step(2 * actions))
@@ -178,14 +183,16 @@ def test_a_lost_process_is_replaced_and_its_episodes_are_cut(environments, caplo
     np.testing.assert_array_equal(cut["frame"][first], before["frame"][first])
     assert cut["truncated"].tolist() == [True] * 3 + [False] * 2
     assert not cut["done"].any() and cut["reward"][first].tolist() == [0] * 3
-    np.testing.assert_array_equal(cut["episode_return"][first], before["episode_return"][first])
+    returns = [0 if has_ended else before["episode_return"][0]] * 3  # of no episode twice
+    assert cut["episode_return"][first].tolist() == cut["game_return"][first].tolist() == returns
     after = copy(several.step(actions))
     assert after["done"].tolist() == [True] * 3 + [False] * 2
     assert not after["game_done"].any() and not after["truncated"].any()
-    assert after["episode_return"][0] == before["episode_return"][0] > 0
-    assert after["frame"][:, 1].tolist() == [0, 0, 0, 6, 6]  # steps in the episode
+    assert after["episode_return"][first].tolist() == returns
+    count = num_steps % 7 + 2
+    assert after["frame"][:, 1].tolist() == [0, 0, 0, count, count]  # steps in the episode
     following = several.step(actions)
-    assert following["episode_step"].tolist() == [1, 1, 1, 7, 7]
+    assert following["episode_step"].tolist() == [1, 1, 1, count + 1, count + 1]
     cause = "killed by SIGKILL" if how == "SIGKILL" else "silent for 0 s"
     assert cause in caplog.text and pid not in pids_of(several)
 
