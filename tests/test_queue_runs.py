@@ -224,7 +224,7 @@ def test_gpus_are_those_of_the_environment_else_of_nvidia_smi(monkeypatch, tmp_p
 
 def test_a_dry_run_prints_slots_and_commands_and_starts_nothing(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 4, 6, 7})
-    monkeypatch.setattr(machine, "_read_limits", lambda *names: [])
+    monkeypatch.setattr(machine, "_read_groups", lambda *names: [])
     words = ["python", "monobeast.py", *ENVS, "--savedir", str(tmp_path / "new")]
     queue_runs.main(["--cores_per_run", "2", "--dry_run", "--", *words])
     lines = capsys.readouterr().out.splitlines()
@@ -243,7 +243,7 @@ def test_the_command_in_the_docs_makes_six_runs(capsys, monkeypatch):
     block = re.search(r"^python -m beast.queue_runs(?:.*\\\n)*.*", DOCS.read_text(), re.M)[0]
     words = shlex.split(block.replace("\\\n", " "))[3:]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr(machine, "_read_limits", lambda *names: [])
+    monkeypatch.setattr(machine, "_read_groups", lambda *names: [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     queue_runs.main(["--dry_run", *words])
     lines = capsys.readouterr().out.splitlines()
