@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What may be used of a machine, and the numbers of processes and environments that follow."""
 
+import functools
 import os
 import shutil
 
 import pytest
 import torch
 
+import atari_wrappers
 import monobeast
 import polybeast
 from beast import machine
@@ -232,6 +234,8 @@ def test_the_learner_gets_the_cores_of_actors_that_dev_shm_has_no_room_for(
         num_threads.append(torch.get_num_threads())
         raise InterruptedError  # that is all
 
+    create_env = functools.partial(atari_wrappers.create_atari, render_mode=None)
+    monkeypatch.setattr(monobeast, "create_env", create_env)  # other tests have set another one
     monkeypatch.setattr(monobeast, "create_buffers", lambda flags, *_: setattr(flags, *FEWER))
     monkeypatch.setattr(monobeast, "Learner", create_learner)
     flags = parse_flags(monobeast.parser, ["--savedir", str(tmp_path), "--disable_cuda"])
