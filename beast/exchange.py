@@ -104,10 +104,11 @@ class Exchange:
         for parameter, part, has_gradient in parts:
             if not has_gradient:
                 parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = part.view(parameter.shape).to(parameter.dtype, copy=True)
-            else:
-                parameter.grad.copy_(part.view(parameter.shape))
+                continue
+            if parameter.grad is None:
+                # In the memory layout that backward() gives it: a norm adds in the order of that.
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(part.view(parameter.shape))
         for returns in self._returns:
             returns.clear()
         return self._read_table(table.view(num_rows, -1))

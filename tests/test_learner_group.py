@@ -21,6 +21,7 @@ import monobeast
 import polybeast
 from beast import checkpoint, servers, streams
 from beast.errors import FlagError
+from beast.exchange import Exchange
 from beast.flags import parse_flags
 from beast.learner_group import LearnerGroup
 from beast.run import Run
@@ -397,6 +398,24 @@ def test_metrics_may_come_in_another_order_but_not_under_other_names(group):
     assert group.sum(model, {"loss": 3.0, "steps": 4.0}) == {"steps": 4.0, "loss": 3.0}
     with pytest.raises(ValueError, match="have to be the same in each update"):
         group.sum(model, {"steps": 1.0, "other": 2.0})
+
+
+def test_a_learner_without_a_batch_gets_gradients_in_the_memory_layout_of_the_others():
+    # Else a norm adds in another order, and weights differ in their last bits from then on.
+    nets = [torch.nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last) for _ in range(2)]
+    nets[0](torch.randn(4, 8, 9, 9)).square().sum().backward()
+    exchanges, metrics = [Exchange() for _ in nets], {"steps": 1.0}
+    packed = []
+    for i, (net, exchange) in enumerate(zip(nets, exchanges, strict=True)):
+        exchange.remember_buffers(net)
+        exchange.layout = exchange.layout_of(metrics)
+        packed.append(exchange.pack(net, {} if i else metrics, i, 2))
+    for net, exchange in zip(nets, exchanges, strict=True):
+        exchange.unpack(net, sum(packed), 2)
+    for ours, other in zip(*(net.parameters() for net in nets), strict=True):
+        assert torch.equal(ours.grad, other.grad)
+        assert ours.grad.stride() == other.grad.stride() == ours.stride()
+    assert not nets[0].weight.grad.is_contiguous()
 
 
 def test_ranks_play_with_seeds_of_their_own(monkeypatch):
