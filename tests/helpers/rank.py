@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One of several learners, as torchrun starts it.
 
-    torchrun --nproc-per-node 2 tests/helpers/rank.py updates FOLDER PROGRAM NET
+    torchrun --nproc-per-node 2 tests/helpers/rank.py updates FOLDER PROGRAM
     torchrun --nproc-per-node 2 tests/helpers/rank.py train FOLDER PROGRAM [flags]
 
-`updates` learns from given batches, of which each rank has its part; `train` is the program,
-playing Catch. At the end each rank writes what it has into FOLDER/rank0.tar and so on.
+`updates` learns with several nets from given batches, of which each rank has its part; `train` is
+the program, playing Catch. At the end each rank writes what it has into FOLDER/rank0.tar and so on.
 
 Files in FOLDER have rank 1 do something: `fail` raises an error, `cut` cuts all its connections,
 `spoil` makes its rewards NaN. Arguments after OTHER: are of rank 1 alone; OTHER:commit, OTHER:net
@@ -34,10 +34,12 @@ import monobeast
 import polybeast
 from beast import torchrun
 from beast.environments import map_nest
+from beast.exchange import Exchange
 from beast.learner import Learner
 from beast.learner_group import ALONE
 from beast.weights import LocalWeights
 
+NETS = ("small", "fp32", "bf16")  # the latter two are the program's own
 PROGRAMS = {"monobeast": monobeast, "polybeast": polybeast}
 COLUMNS, NUM_UPDATES = 4, 20
 EMPTY, BROKEN = 3, 7  # updates in which the last rank has no batch, or one with a NaN
@@ -65,11 +67,13 @@ class SmallNet(nn.Module):
         return {"policy_logits": self.policy(x), "baseline": baseline}, agent_state
 
 
-def make_net(name):
+def make_net(program, name):
     torch.manual_seed(0)
     if name == "small":
         return SmallNet()
-    net = catch.AtariNet(SPACE, A)
+    # PolyBeast's deep net where only ranks are compared: it makes more of differences of rounding.
+    arguments = {"model": "shallow"} if name == "fp32" and program is polybeast else {}
+    net = program.AtariNet(SPACE, A, **arguments)
     nn.init.normal_(net.policy.weight, std=0.05)
     return net
 
@@ -80,7 +84,7 @@ def learn(program, name, num_ranks, group=ALONE):
     # Random batches are far off-policy: with longer steps, differences of rounding soon grow.
     arguments = f"--disable_cuda --precision {precision} --learning_rate 0.0002"
     flags = program.parser.parse_args(arguments.split())
-    net = make_net(name)
+    net = make_net(program, name)
     optimizer, decay = program.create_optimizer(flags, net)
     learner = Learner(net, optimizer, decay, LocalWeights(net))
     learner.group.share_state(learner)
@@ -143,7 +147,10 @@ def main():
     program = PROGRAMS[program_name]
     if kind == "updates":
         found = torchrun.join_group(program.parser.parse_args(["--disable_cuda"]))
-        content = learn(program, arguments[0], found.size, found)
+        content = {}
+        for name in NETS:
+            found.exchange = Exchange()
+            content[name] = learn(program, name, found.size, found)
     else:
         made, found = [], None
 
