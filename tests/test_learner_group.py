@@ -15,11 +15,12 @@ import pytest
 import rank
 import small_run
 import torch
+from deadline import Thread
 from program import HELPERS, ROOT, Program, last_step, load, read_rows
 
 import monobeast
 import polybeast
-from beast import checkpoint, servers, streams
+from beast import checkpoint, servers, streams, torchrun
 from beast.errors import FlagError
 from beast.exchange import Exchange
 from beast.flags import parse_flags
@@ -239,6 +240,12 @@ def test_a_lost_rank_ends_the_run_in_time_or_has_it_started_again(tmp_path, prog
         ({"LOCAL_RANK": "3"}, "", "LOCAL_RANK is 3, but LOCAL_WORLD_SIZE is 2"),
         ({"LOCAL_WORLD_SIZE": "4"}, "", "LOCAL_WORLD_SIZE is 4, but WORLD_SIZE is 2"),
         ({"WORLD_SIZE": "two"}, "", "to numbers"),
+        ({"RANK": None}, "", "to numbers, but they are {'RANK': None"),
+        (
+            {"LOCAL_RANK": "1"},
+            "",
+            "RANK is 0, but LOCAL_RANK is 1, of 2 learners here and 2 in all",
+        ),
         ({"MASTER_PORT": None}, "", "RANK is 0, but MASTER_PORT is not set"),
         ({}, "--mode test", "--mode test is for one process"),
         ({}, "--deterministic --batch_size 16", "--deterministic makes runs the same"),
@@ -277,6 +284,47 @@ def test_a_rank_that_differs_is_refused_with_both_values(tmp_path, other, messag
     assert status != 0 and message in output
     assert not (tmp_path / "run" / "model.tar").exists()
     assert other == "net" or not (tmp_path / "run").exists()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("how", "status", "message"),
+    [
+        ("SIGTERM", 0, ""),
+        ("SIGSTOP", 1, "rank.py: another learner has ended, or has not answered for 20 s: see its"),
+    ],
+)
+def test_a_rank_that_is_ended_or_stopped_at_the_start_ends_all(tmp_path, how, status, message):
+    options = "--max-restarts 1" if how == "SIGTERM" else ""  # which must not start them anew
+    with train(2, tmp_path, "monobeast", "OTHER:late", options=options) as process:
+        process.wait_until((tmp_path / "late").exists)
+        os.kill(process.rank(1), getattr(signal, how))
+        got, output = process.end(40)
+        process.wait_for_members()
+    assert got == status and message in output, output
+    assert status or "Traceback" not in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_wait_at_the_start_for_others_that_are_alive_but_not_for_silent_ones(monkeypatch):
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(torchrun, "TIMEOUT", 0.5)
+    store = torch.distributed.HashStore()
+    start = torchrun.Start(store, 0, 2)
+
+    def be_rank_1():
+        for _ in range(20):
+            store.add("beats/1", 1)
+            time.sleep(0.1)
+        store.add("waits/1", 1)
+
+    thread = Thread(be_rank_1)
+    start.wait()
+    thread.result()
+    with pytest.raises(TimeoutError, match="rank 1 is silent"):
+        start.wait()
+    start.end()
+    signal.signal(signal.SIGTERM, handler)
 
 
 def test_fewer_servers_than_learners_are_refused():
@@ -361,7 +409,7 @@ def group(tmp_path):
 
 
 def share(group, model):
-    group.share_state(SimpleNamespace(model=model, state=model.state_dict))
+    group.share_state(SimpleNamespace(model=model, optimizer=None, state=model.state_dict))
 
 
 def test_a_net_whose_forward_pass_changes_a_buffer_is_refused_by_name(group):
@@ -442,4 +490,4 @@ def test_a_checkpoint_of_another_number_of_learners_is_resumed_with_a_warning(tm
     flags = small_run.parse(tmp_path)
     flags.num_learners = 4
     assert checkpoint.resume(flags, small_run.create_learner(flags))
-    assert "is of 1 learners, and now there are 4" in caplog.text
+    assert "was of 1 x 1 rollouts (learners x --batch_size), and now is of 4 x 1" in caplog.text

@@ -9,7 +9,7 @@ the program, playing Catch. At the end each rank writes what it has into FOLDER/
 
 Files in FOLDER have rank 1 do something: `fail` raises an error, `cut` cuts all its connections,
 `spoil` makes its rewards NaN. Arguments after OTHER: are of rank 1 alone; OTHER:commit, OTHER:net
-and OTHER:environment give it another one.
+and OTHER:environment give it another one; with OTHER:late it has no environments for a long time.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import os
 import pathlib
 import socket
 import sys
+import time
 
 import torch
 from torch import nn
@@ -114,7 +115,7 @@ def learn(program, name, num_ranks, group=ALONE):
 def differ(program, what):
     """Give this rank another commit, net or environment than the others have."""
     if what == "commit":
-        torchrun.run_git = lambda *_: "0123abc"
+        torchrun.describe_code = lambda: "0123abc"
     elif what == "net":
 
         class Net(program.Net):
@@ -123,8 +124,15 @@ def differ(program, what):
                 self.more = nn.Linear(2, 2)
 
         program.Net = Net
-    else:
+    elif what == "environment":
         program.create_env = lambda flags: catch.Catch(rows=12)
+    else:
+
+        def create_env(flags):
+            (pathlib.Path(flags.savedir) / "late").touch()
+            time.sleep(300)
+
+        program.create_env = create_env
 
 
 def disturb(folder, batch):
@@ -170,7 +178,7 @@ def main():
         of_rank_1 = [a.removeprefix("OTHER:") for a in arguments if a.startswith("OTHER:")]
         sys.argv[1:] = [a for a in arguments if not a.startswith("OTHER:")]
         for argument in of_rank_1 if os.environ["RANK"] == "1" else []:
-            if argument in ("commit", "net", "environment"):
+            if argument in ("commit", "net", "environment", "late"):
                 differ(program, argument)
             else:
                 sys.argv.append(argument)
