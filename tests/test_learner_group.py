@@ -2,11 +2,13 @@
 """Several learners: they are one with a larger batch, go on where one has none, and end as one."""
 
 import contextlib
+import copy
 import os
 import pathlib
 import re
 import signal
 import socket
+import threading
 import time
 import uuid
 from types import SimpleNamespace
@@ -16,16 +18,28 @@ import rank
 import small_run
 import torch
 from deadline import Thread
-from program import HELPERS, ROOT, Program, last_step, load, read_rows
+from program import (
+    HELPERS,
+    ROOT,
+    Program,
+    last_step,
+    load,
+    read_rows,
+    shared_memory,
+    traces,
+    wait_until,
+)
 
 import monobeast
 import polybeast
-from beast import checkpoint, servers, streams, torchrun
+from beast import actors, checkpoint, servers, starvation, streams, torchrun
 from beast.errors import FlagError
 from beast.exchange import Exchange
 from beast.flags import parse_flags
+from beast.learner import Learner
 from beast.learner_group import LearnerGroup
 from beast.run import Run
+from beast.weights import LocalWeights
 
 SMALL = {
     "monobeast": "--num_actors 1 --envs_per_actor 4",
@@ -36,12 +50,12 @@ SMALL = {
 class Torchrun(Program):
     """Some learners, of which each writes rankN.tar into a folder in the end."""
 
-    def __init__(self, num_ranks, *arguments, options="", where="--standalone"):
+    def __init__(self, num_ranks, *arguments, options="", where="--standalone", **environ):
         self.mark = f"TORCHRUN_TEST={uuid.uuid4()}"
         launcher = ("torch.distributed.run", where, f"--nproc-per-node {num_ranks}", options)
         name, value = self.mark.split("=")
         script = HELPERS / "rank.py"
-        super().__init__("-m", *launcher, script, *arguments, cwd=ROOT, **{name: value})
+        super().__init__("-m", *launcher, script, *arguments, cwd=ROOT, **environ, **{name: value})
 
     def members(self, word=""):
         """Return the ids of its processes, of which torchrun puts some in sessions of their own."""
@@ -153,14 +167,17 @@ def test_two_learners_train_resume_and_end_by_sigterm_as_one(tmp_path, program):
     log = (folder / "out.rank1.log").read_text()
     assert "steps/s" in log and "ended" in log
 
-    with train(2, tmp_path, program, "--total_steps 10_000_000") as process:
+    number = {"monobeast": 1, "polybeast": 3}[program]
+    with train(number, tmp_path, program, "--total_steps 10_000_000") as process:
         process.wait_until(lambda: last_step(folder) > 25_000)
         process.process.terminate()  # torchrun passes it on
         status, output = process.end(40)
         process.wait_for_members()
     assert status != 0 or "SIGTERM" in output
-    assert "Resuming" in (folder / "out.log").read_text()
-    assert results(tmp_path)[0]["status"] == 0
+    log = (folder / "out.log").read_text()
+    assert "2 learners: an update sums over 8 rollouts" in log and "Resuming" in log
+    assert f"was of 2 x 4 rollouts (learners x --batch_size), and now is of {number} x 4" in log
+    assert results(tmp_path, number)[0]["status"] == 0
     assert load(folder / "model.tar")["step"] == last_step(folder)
 
 
@@ -197,39 +214,62 @@ def test_a_rank_without_batches_holds_nobody_up_and_takes_part_again_later(tmp_p
         assert content["status"] == 0 and content["stats"]["step"] > step + 5000
 
 
+DEATHS = ("SIGKILL", "SIGSTOP", "fail", "cut", "SIGTERM", "torchrun SIGTERM")
+LIMIT = 40  # seconds, within which the run has ended, or has begun anew
+
+
+def lose(process, folder, how, victim):
+    """Have a rank, or torchrun, end in this way."""
+    if how.startswith("torchrun"):
+        os.kill(process.pid, getattr(signal, how.split()[1]))
+    elif how.startswith("SIG"):
+        os.kill(process.rank(victim), getattr(signal, how))
+    else:
+        (folder / f"{how}{victim}").touch()  # upon which the rank does it in `learn`
+
+
 @pytest.mark.whole
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("program", "how", "options"),
+    ("how", "restarts", "program", "victim"),
     [
-        ("monobeast", "SIGKILL", "--max-restarts 1"),
-        ("polybeast", "SIGKILL", "--max-restarts 0"),
-        ("polybeast", "SIGSTOP", "--max-restarts 1 --shutdown-timeout 5"),
-        ("monobeast", "SIGSTOP", "--max-restarts 0 --shutdown-timeout 5"),
-    ],
+        (how, restarts, ("monobeast", "polybeast")[(i + restarts) % 2], (i // 2 + restarts) % 2)
+        for i, how in enumerate(DEATHS)
+        for restarts in (0, 1)
+    ]
+    + [("torchrun SIGKILL", 0, "monobeast", 0)],
 )
-def test_a_lost_rank_ends_the_run_in_time_or_has_it_started_again(tmp_path, program, how, options):
-    folder, model = tmp_path / "run", tmp_path / "run" / "model.tar"
+def test_the_end_of_a_rank_ends_the_run_in_time_or_has_it_started_again(
+    tmp_path, how, restarts, program, victim
+):
+    folder, model, before = tmp_path / "run", tmp_path / "run" / "model.tar", shared_memory()
     arguments = "--total_steps 10_000_000 --checkpoint_interval_s 1"
-    with train(2, tmp_path, program, arguments, options=options) as process:
+    options = f"--max-restarts {restarts} --shutdown-timeout 5"
+    is_wanted = "SIGTERM" in how  # and so no reason to start anew
+    with train(2, tmp_path, program, arguments, options=options, TMPDIR=str(tmp_path)) as process:
         process.wait_until(lambda: model.exists() and last_step(folder) > 2000)
         first = process.rank(0)
-        os.kill(process.rank(1), getattr(signal, how))
-        begin = time.monotonic()
-        if "restarts 0" in options:
-            status, output = process.end(40)
-            assert status != 0
-        else:
-            process.wait_until(lambda: process.rank(0) not in (None, first), 60)
-            assert time.monotonic() < begin + 40
-            step = load(model)["step"]
+        lose(process, tmp_path, how, victim)
+        if restarts and not is_wanted:
+            process.wait_until(lambda: process.rank(0) not in (None, first), LIMIT)
+            process.wait_until(lambda: "Resuming" in (folder / "out.log").read_text())
+            step = last_step(folder)
             process.wait_until(lambda: last_step(folder) > step + 2000)
-            assert "Resuming" in (folder / "out.log").read_text()
             os.kill(process.rank(0), signal.SIGTERM)
             output = finish(process)
-        process.wait_for_members()
-    text = output + (folder / "out.log").read_text()
-    assert "another learner has ended" in text, text[-10_000:]
+        else:
+            status, output = process.end(LIMIT)
+            assert (status == 0) == (how == "SIGTERM"), output
+        wait_until(lambda: process.members() == [], LIMIT)
+    text = output + "".join(path.read_text() for path in folder.glob("out*.log"))
+    assert ("Resuming" in text) == (restarts == 1 and not is_wanted), text[-10_000:]
+    message = "another learner has ended"
+    if is_wanted or how == "torchrun SIGKILL":
+        message = "Caught SIGTERM: ending"
+        assert [content["status"] for content in results(tmp_path)] == [0, 0]
+    assert message in text, text[-10_000:]
+    assert model.exists() and traces(tmp_path) == []
+    wait_until(lambda: shared_memory() <= before)  # other programs take some for a moment
 
 
 @pytest.mark.whole
@@ -250,6 +290,7 @@ def test_a_lost_rank_ends_the_run_in_time_or_has_it_started_again(tmp_path, prog
         ({}, "--mode test", "--mode test is for one process"),
         ({}, "--deterministic --batch_size 16", "--deterministic makes runs the same"),
         ({"TORCHELASTIC_MAX_RESTARTS": "3"}, "", "give it one with --xpid"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, "--xpid x --disable_checkpoint", "needs checkpoints"),
     ],
 )
 def test_flags_and_variables_that_contradict_each_other_are_refused_at_once(
@@ -274,6 +315,7 @@ def test_flags_and_variables_that_contradict_each_other_are_refused_at_once(
         ("--total_steps=5", "rank 1 has {'total_steps': 5}, rank 0 {'"),
         ("commit", "the same commit: rank 1 has 0123abc, rank 0 "),
         ("environment", "the same environment: rank 1 has Box("),
+        ("optimizer", "the same optimizer: rank 1 has Adam, rank 0 RMSprop"),
         ("net", "the same net: rank 1 has {'more.weight': 'torch.float32 [2, 2]', 'more.bias'"),
     ],
 )
@@ -283,7 +325,7 @@ def test_a_rank_that_differs_is_refused_with_both_values(tmp_path, other, messag
         process.wait_for_members()
     assert status != 0 and message in output
     assert not (tmp_path / "run" / "model.tar").exists()
-    assert other == "net" or not (tmp_path / "run").exists()
+    assert other in ("net", "optimizer") or not (tmp_path / "run").exists()
 
 
 @pytest.mark.whole
@@ -337,37 +379,11 @@ def test_fewer_servers_than_learners_are_refused():
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("fail", "rank 1 was asked to fail"),
-        ("cut", "another learner has ended"),
-        ("torchrun killed", "Caught SIGTERM: ending"),
-    ],
-)
-def test_an_error_in_one_rank_a_cut_connection_or_the_death_of_torchrun_ends_all(
-    tmp_path, case, message
-):
-    folder = tmp_path / "run"
-    with train(2, tmp_path, "monobeast", "--total_steps 10_000_000") as process:
-        process.wait_until(lambda: last_step(folder) > 2000)
-        if case == "torchrun killed":
-            process.process.kill()
-        else:
-            (tmp_path / case).touch()  # upon which rank 1 does it in `learn`
-            assert process.end(40)[0] != 0
-        process.wait_for_members()
-        text = process.output + (folder / "out.log").read_text()
-    assert message in text, text[-10_000:]
-    assert (folder / "model.tar").exists()  # of what was learned until then
-
-
-@pytest.mark.whole
 def test_the_rank_of_updates_that_are_not_finite_is_named_and_writes_its_batch(tmp_path):
     folder = tmp_path / "run"
     with train(2, tmp_path, "monobeast", "--total_steps 10_000_000") as process:
         process.wait_until(lambda: last_step(folder) > 2000)
-        (tmp_path / "spoil").touch()
+        (tmp_path / "spoil1").touch()
         assert process.end(40)[0] != 0
         process.wait_for_members()
     assert "not finite (1 in all" in (folder / "out.log").read_text()
@@ -378,21 +394,26 @@ def test_the_rank_of_updates_that_are_not_finite_is_named_and_writes_its_batch(t
 
 
 @pytest.mark.whole
-def test_two_agents_on_one_machine_train_and_evaluate_as_one_run(tmp_path):
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        ("monobeast", "--node-rank {node} --master-addr localhost --master-port {port}"),
+        ("polybeast", "--rdzv-backend c10d --rdzv-id run --rdzv-endpoint localhost:{port}"),
+    ],
+)
+def test_two_agents_on_one_machine_train_and_evaluate_as_one_run(tmp_path, program, options):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    nodes = [
-        f"--nnodes 2 --node-rank {i} --master-addr localhost --master-port {port}" for i in (0, 1)
-    ]
+    nodes = ["--nnodes 2 " + options.format(node=node, port=port) for node in (0, 1)]
     arguments = "--total_steps 10_000_000 --eval_interval 5000 --num_episodes 2"
     folder = tmp_path / "run"
     with (
-        train(1, tmp_path, "monobeast", arguments, where=nodes[0]) as first,
-        train(1, tmp_path, "monobeast", arguments, where=nodes[1]) as second,
+        train(1, tmp_path, program, arguments, where=nodes[0]) as first,
+        train(1, tmp_path, program, arguments, where=nodes[1]) as second,
     ):
         first.wait_until(lambda: any(row.get("eval_return_mean") for row in read_rows(folder)))
-        os.kill(first.rank(0), signal.SIGTERM)
+        os.kill(first.rank(0) or second.rank(0), signal.SIGTERM)
         finish(first)
         finish(second)
     assert results(tmp_path)[0]["stats"]["step"] == last_step(folder)
@@ -414,6 +435,7 @@ def share(group, model):
 
 def test_a_net_whose_forward_pass_changes_a_buffer_is_refused_by_name(group):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model.register_buffer("unchanged", torch.tensor([torch.nan, torch.inf]))
     share(group, model)
     group.sum(model, {"steps": 1.0})
     model(torch.randn(3, 2))
@@ -471,7 +493,7 @@ def test_a_learner_without_a_batch_gets_gradients_in_the_memory_layout_of_the_ot
     assert not nets[0].weight.grad.is_contiguous()
 
 
-def test_ranks_play_with_seeds_of_their_own(monkeypatch):
+def test_streams_of_ranks_play_with_seeds_of_their_own(monkeypatch):
     found = []
     monkeypatch.setattr(
         streams.libtorchbeast, "ActorPool", lambda *args, seeds, **kwargs: found.append(seeds)
@@ -483,6 +505,56 @@ def test_ranks_play_with_seeds_of_their_own(monkeypatch):
         streams.Streams(flags, fake, (), 0, torch.device("cpu"))
     assert found[0] == ["7,1,0", "7,2,0", "7,3,0", "7,4,0"]
     assert len({seed for seeds in found for seed in seeds}) == 12
+
+
+def test_actors_of_ranks_play_with_seeds_of_their_own(monkeypatch):
+    monkeypatch.setattr(actors.Actors, "_watch", lambda self: None)
+    found = []
+
+    class Process:
+        def __init__(self, args, **_):
+            found.append(tuple(args[4]))
+
+        def start(self):
+            pass
+
+    arguments = "--num_actors 4 --envs_per_actor 1 --num_buffers 8 --seed 7"
+    for number in range(3):
+        flags = monobeast.parser.parse_args(arguments.split())
+        flags.rank = number
+        system = actors.Actors(flags, SimpleNamespace(Process=Process), None)
+        for actor in range(4):
+            system._create_process(actor, pipe=None)
+    assert found[:4] == [(7, 1, 0, 0), (7, 2, 0, 0), (7, 3, 0, 0), (7, 4, 0, 0)]
+    assert len(set(found)) == 12
+
+
+def test_where_no_learner_has_a_batch_nothing_changes(group, monkeypatch):
+    monkeypatch.setattr(starvation, "PATIENCE", 0.1)
+    flags, net = monobeast.parser.parse_args(["--disable_cuda"]), rank.SmallNet()
+    optimizer, decay = monobeast.create_optimizer(flags, net)
+    learner = Learner(net, optimizer, decay, LocalWeights(net))
+    learner.group = group
+    group.share_state(learner)
+    batch = rank.make_batch(0)
+    batch = {k: x.double() if x.is_floating_point() else x for k, x in batch.items()}
+    monobeast.learn(flags, net, batch, (), optimizer, group)
+    before, version = copy.deepcopy(learner.state()["parts"][:2]), learner.weights.version
+    results = []
+
+    def learn(*args):
+        results.append(monobeast.learn(*args))
+        if len(results) == 3:
+            run.stop.set()
+        return results[-1]
+
+    # It has no `record`, as there is nothing to record.
+    run = SimpleNamespace(stop=threading.Event(), watchdog=SimpleNamespace(beat=lambda what: None))
+    group.starvation.begin()
+    starvation.join_updates(flags, learner, run, learn)
+    assert [result["steps"] for result in results] == [0, 0, 0]
+    assert learner.weights.version == version and learner.step == 0
+    torch.testing.assert_close(learner.state()["parts"][:2], before, rtol=0, atol=0)
 
 
 def test_a_checkpoint_of_another_number_of_learners_is_resumed_with_a_warning(tmp_path, caplog):

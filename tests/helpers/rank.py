@@ -7,9 +7,10 @@
 `updates` learns with several nets from given batches, of which each rank has its part; `train` is
 the program, playing Catch. At the end each rank writes what it has into FOLDER/rank0.tar and so on.
 
-Files in FOLDER have rank 1 do something: `fail` raises an error, `cut` cuts all its connections,
-`spoil` makes its rewards NaN. Arguments after OTHER: are of rank 1 alone; OTHER:commit, OTHER:net
-and OTHER:environment give it another one; with OTHER:late it has no environments for a long time.
+Files in FOLDER have a rank do something, once: `fail1` has rank 1 raise an error, `cut1` has it cut
+all its connections. `spoil1` makes its rewards NaN from then on. Arguments after OTHER: are of rank
+1 alone; OTHER:commit, OTHER:net, OTHER:optimizer and OTHER:environment give it another one; with
+OTHER:late it has no environments for a long time.
 """
 
 import contextlib
@@ -113,7 +114,7 @@ def learn(program, name, num_ranks, group=ALONE):
 
 
 def differ(program, what):
-    """Give this rank another commit, net or environment than the others have."""
+    """Give this rank another commit, net, optimizer or environment than the others have."""
     if what == "commit":
         torchrun.describe_code = lambda: "0123abc"
     elif what == "net":
@@ -126,6 +127,10 @@ def differ(program, what):
         program.Net = Net
     elif what == "environment":
         program.create_env = lambda flags: catch.Catch(rows=12)
+    elif what == "optimizer":
+        create = program.create_optimizer
+        adam = torch.optim.Adam
+        program.create_optimizer = lambda *a: (adam(a[1].parameters()), create(*a)[1])
     else:
 
         def create_env(flags):
@@ -135,16 +140,23 @@ def differ(program, what):
         program.create_env = create_env
 
 
-def disturb(folder, batch):
+def disturb(folder, rank, batch):
     """Do what files in the folder say."""
-    if (folder / "fail").exists():
-        raise ValueError("rank 1 was asked to fail")
-    if (folder / "cut").exists():
+
+    def remove(name):
+        path = folder / f"{name}{rank}"
+        is_there = path.exists()
+        path.unlink(missing_ok=True)
+        return is_there
+
+    if remove("fail"):
+        raise ValueError(f"rank {rank} was asked to fail")
+    if remove("cut"):
         for fd in map(int, os.listdir("/proc/self/fd")):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6):
                     connection.shutdown(socket.SHUT_RDWR)
-    if (folder / "spoil").exists() and batch is not None:
+    if (folder / f"spoil{rank}").exists() and batch is not None:
         batch["reward"][1:] = torch.nan
 
 
@@ -170,15 +182,14 @@ def main():
                 found = self.group
 
         def disturbed_learn(flags, model, batch, *others, learn=program.learn):
-            if found.rank == 1:
-                disturb(pathlib.Path(folder), batch)
+            disturb(pathlib.Path(folder), found.rank, batch)
             return learn(flags, model, batch, *others)
 
         program.Learner, program.learn = Watched, disturbed_learn
         of_rank_1 = [a.removeprefix("OTHER:") for a in arguments if a.startswith("OTHER:")]
         sys.argv[1:] = [a for a in arguments if not a.startswith("OTHER:")]
         for argument in of_rank_1 if os.environ["RANK"] == "1" else []:
-            if argument in ("commit", "net", "environment", "late"):
+            if argument in ("commit", "net", "optimizer", "environment", "late"):
                 differ(program, argument)
             else:
                 sys.argv.append(argument)
