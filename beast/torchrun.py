@@ -43,10 +43,13 @@ def join_group(flags):
         return ALONE
     rank, size = _check_variables(variables)
     check_flags(flags)
-    if flags.xpid is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-        raise FlagError(
-            "torchrun's --max-restarts resumes the run by its name: give it one with --xpid"
-        )
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        if flags.xpid is None:
+            raise FlagError(
+                "torchrun's --max-restarts resumes the run by its name: give it one with --xpid"
+            )
+        if flags.disable_checkpoint:
+            raise FlagError("torchrun's --max-restarts needs checkpoints: no --disable_checkpoint")
     device = _choose_gpu(flags, *(int(variables[name]) for name in VARIABLES[2:]))
     # Else a rank that is lost would abort the others, before they have saved.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
