@@ -162,9 +162,9 @@ def disturb(folder, rank, batch):
 
 def main():
     if sys.argv[1] == "--mode":  # an evaluation
-        return monobeast.main()
+        return PROGRAMS[os.environ["RANK_PROGRAM"]].main()
     kind, folder, program_name, *arguments = sys.argv[1:]
-    program = PROGRAMS[program_name]
+    program, os.environ["RANK_PROGRAM"] = PROGRAMS[program_name], program_name
     if kind == "updates":
         found = torchrun.join_group(program.parser.parse_args(["--disable_cuda"]))
         content = {}
