@@ -7,6 +7,7 @@ learner's `stats`, and the flags.
 
 import io
 import logging
+import math
 import pathlib
 import re
 import time
@@ -142,13 +143,15 @@ def resume(flags, learner):
     if checkpoint is None:
         return False
     restore_weights(learner.model, checkpoint, flags)
-    before = checkpoint["flags"].get("num_learners", 1)
-    now = getattr(flags, "num_learners", 1)
-    if before != now:
+    before, now = (
+        (found.get("num_learners", 1), found.get("batch_size", 1))
+        for found in (checkpoint["flags"], vars(flags))
+    )
+    if math.prod(before) != math.prod(now):
         logging.warning(
-            "The checkpoint is of %d learners, and now there are %d: batches have another size, "
-            "for which --learning_rate may not be the best",
-            *(before, now),
+            "An update was of %d x %d rollouts (learners x --batch_size), and now is of %d x %d: "
+            "another --learning_rate may be better",
+            *(*before, *now),
         )
     optimizer, scheduler = learner.optimizer, learner.scheduler
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]

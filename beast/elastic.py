@@ -16,7 +16,6 @@ too. This file was not tested with GPUs.
 import contextlib
 import copy
 import datetime
-import hashlib
 import http.client
 import http.server
 import importlib.util
@@ -35,7 +34,7 @@ from beast.checkpoint import NOT_RESUMED
 from beast.errors import EnvError, FlagError
 from beast.exchange import Exchange, describe_net, refuse_difference
 from beast.randomness import seed_generators
-from beast.run_folder import run_git
+from beast.run_folder import describe_code
 from beast.starvation import Starvation
 from beast.torchrun import check_flags
 
@@ -106,8 +105,7 @@ def join_group(flags):
         )
     group = ElasticGroup(flags.elastic)
     group.ask_others()
-    changes = hashlib.sha256((run_git("diff", "HEAD") or "").encode()).hexdigest()[:8]
-    group.check_same("commit", f"{run_git('rev-parse', 'HEAD')} with changes {changes}")
+    group.check_same("commit", describe_code())
     learner_group.set_current(group)
     return group
 

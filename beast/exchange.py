@@ -37,7 +37,8 @@ class Exchange:
 
     def _check_buffers(self, model):
         for name, buffer in model.named_buffers():
-            if not torch.equal(buffer, self._buffers[name]):
+            before = self._buffers[name]
+            if not torch.isclose(buffer, before, rtol=0, atol=0, equal_nan=True).all():
                 raise FlagError(
                     f"a forward pass changes the net's buffer {name!r}, which would then "
                     "differ between learners: use a layer without such statistics (GroupNorm or "
@@ -104,10 +105,11 @@ class Exchange:
         for parameter, part, has_gradient in parts:
             if not has_gradient:
                 parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = part.view(parameter.shape).to(parameter.dtype, copy=True)
-            else:
-                parameter.grad.copy_(part.view(parameter.shape))
+                continue
+            if parameter.grad is None:
+                # In the memory layout that backward() gives it: a norm adds in the order of that.
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(part.view(parameter.shape))
         for returns in self._returns:
             returns.clear()
         return self._read_table(table.view(num_rows, -1))

@@ -66,13 +66,16 @@ class Learner:
     def state(self):
         """Return all that a learner of the same policy needs: tensors and plain values."""
         parts = self.model, self.optimizer, self.scheduler
-        return {"parts": [part.state_dict() for part in parts], "stats": self.stats}
+        state = {"parts": [part.state_dict() for part in parts], "stats": self.stats}
+        return state | {"buffers": list(self.model.buffers())}  # also those that are not saved
 
     def load_state(self, state):
         for part, own in zip(
             (self.model, self.optimizer, self.scheduler), state["parts"], strict=True
         ):
             part.load_state_dict(own)
+        for buffer, own in zip(self.model.buffers(), state["buffers"], strict=True):
+            buffer.copy_(own)
         self.stats.update(state["stats"])
 
     def publish(self):

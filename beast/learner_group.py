@@ -79,6 +79,7 @@ class LearnerGroup:
     Args:
       rank, size: of this learner, and how many there are.
       device: "cuda" or "cpu", the type of the device that the learners compute on.
+      start: how it waits for the others before training; None for a group of one.
 
     Attributes:
       name: of its files; that of rank 0 is empty, as it has the run's.
@@ -88,15 +89,14 @@ class LearnerGroup:
 
     by_torchrun = True
 
-    def __init__(self, rank, size, device):
+    def __init__(self, rank, size, device, start=None):
         self.rank, self.size, self.name = rank, size, f"rank{rank}" if rank else ""
-        self.exchange = Exchange()
+        self.exchange, self._start = Exchange(), start
         timeout = datetime.timedelta(seconds=TIMEOUT)
-        self._objects = dist.new_group(timeout=timeout)
-        backend = "nccl" if device == "cuda" else "gloo"
-        self._tensors = dist.new_group(timeout=timeout, backend=backend)
+        is_cuda = device == "cuda"
+        self._tensors = dist.new_group(timeout=timeout, backend="nccl") if is_cuda else None
         self._processes = [None] * size
-        dist.all_gather_object(self._processes, (_machine(), os.getpid()))
+        dist.all_gather_object(self._processes, (_machine(), os.getpid(), _state(os.getpid())[1]))
         self._asks_to_stop = False
         self.starvation = Starvation()
 
@@ -108,7 +108,7 @@ class LearnerGroup:
                 outcome = [(function(), None)]
             except FlagError as error:
                 outcome = [(None, str(error))]
-        dist.broadcast_object_list(outcome)
+        self._meet(lambda: dist.broadcast_object_list(outcome))
         value, error = outcome[0]
         if error is not None:
             raise FlagError(error if self.rank == 0 else f"rank 0 could not start: {error}")
@@ -117,23 +117,36 @@ class LearnerGroup:
     def check_same(self, what, value):
         """Refuse a rank whose value, a text or a dict, is not that of rank 0."""
         values = [None] * self.size
-        dist.all_gather_object(values, value)
+        self._meet(lambda: dist.all_gather_object(values, value))
         for rank, other in enumerate(values):
             refuse_difference(what, (f"rank {rank}", other), ("rank 0", values[0]))
 
     def share_state(self, learner):
         """Have all learners begin with the weights, optimizer and counts of rank 0."""
         self.check_same("net", describe_net(learner.model))
+        self.check_same("optimizer", type(learner.optimizer).__name__)
         state = [learner.state() if self.rank == 0 else None]
-        dist.broadcast_object_list(state)
+        self._meet(lambda: dist.broadcast_object_list(state))
         if self.rank > 0:
             learner.load_state(state[0])
         self.exchange.remember_buffers(learner.model)
 
     def barrier(self):
         """Wait until all learners have come so far, for as long as it takes."""
-        dist.barrier()
+        self._meet(dist.barrier)
+        if self._start:
+            self._start.end()
         self.starvation.begin()
+
+    def _meet(self, call):
+        """Call what all ranks have to call at the same time, once all have come so far."""
+
+        def wait_and_call():
+            if self._start:
+                self._start.wait()
+            call()
+
+        self._communicate(wait_and_call)
 
     def sum(self, model, metrics):
         """Sum gradients, in place, and metrics over all learners.
@@ -164,7 +177,7 @@ class LearnerGroup:
     def _communicate(self, call):
         try:
             return call()
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             self._kill_stopped_ranks()
             raise EnvError(
                 f"another learner has ended, or has not answered for {TIMEOUT} s: see its log "
@@ -173,16 +186,16 @@ class LearnerGroup:
 
     def _kill_stopped_ranks(self):
         """Kill ranks of this machine that are stopped: torchrun would give them 30 s to end."""
-        for machine, pid in self._processes:
+        for machine, pid, begin in self._processes:
             with contextlib.suppress(OSError):
-                status = pathlib.Path(f"/proc/{pid}/stat").read_text()
-                if machine == _machine() and status.rpartition(")")[2].split()[0] == "T":
+                state, its_begin = _state(pid)
+                if machine == _machine() and begin == its_begin and state in "tT":
                     os.kill(pid, signal.SIGKILL)
 
     def _agree_on_layout(self, metrics):
         answers = [None] * self.size
         answer = self.exchange.layout_of(metrics), self._asks_to_stop
-        self._communicate(lambda: dist.all_gather_object(answers, answer, group=self._objects))
+        self._communicate(lambda: dist.all_gather_object(answers, answer))
         layouts = [layout for layout, _ in answers if layout]
         for layout in layouts:
             if layout != layouts[0]:
@@ -208,10 +221,16 @@ class LearnerGroup:
         """Leave the group; where the run is over, wait until all have got the last sum."""
         if is_over:
             with contextlib.suppress(RuntimeError):
-                dist.barrier(group=self._objects)
+                dist.barrier()
 
 
 def _machine():
     """Return what the processes have in common that see each other by their ids."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot, os.readlink("/proc/self/ns/pid")
+
+
+def _state(pid):
+    """Return the state of a process, a letter, and when it began: ids are used again."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]

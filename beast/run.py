@@ -88,8 +88,9 @@ class Run:
         self._group.check_same("game", f"{self._flags.env}, {self._frames} frames a step")
         self._group.from_rank_0(lambda: checkpoint.resume(self._flags, self._learner))
         self._group.share_state(self._learner)
-        if self._group.size > 1:
-            logging.info("%d learners: each update sums over all of them", self._group.size)
+        if (size := self._group.size) > 1:
+            num_rollouts = size * self._flags.batch_size
+            logging.info("%d learners: an update sums over %d rollouts", size, num_rollouts)
         self.first_step = self._learner.step
         logging.info(
             "Resuming %s at step %s" if self.first_step else "New run: %s",

@@ -17,6 +17,7 @@ is ever torn, and a full disk ends no run: the log says what is missing (atomic_
 import contextlib
 import datetime
 import fcntl
+import hashlib
 import importlib.metadata
 import json
 import logging
@@ -216,6 +217,12 @@ def run_git(*arguments):
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def describe_code():
+    """Return the commit of this repository, with a hash of changes that are not committed."""
+    changes = hashlib.sha256((run_git("diff", "HEAD") or "").encode()).hexdigest()[:8]
+    return f"{run_git('rev-parse', 'HEAD')} with changes {changes}"
 
 
 def _describe_run(flags):

@@ -2,11 +2,13 @@
 """How learners that torchrun has started find each other; learner_group.py is what they then do."""
 
 import atexit
+import contextlib
 import datetime
 import logging
 import os
 import select
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -16,10 +18,11 @@ import torch.distributed as dist
 
 from beast import learner_group
 from beast.errors import FlagError
-from beast.learner_group import ALONE, LearnerGroup
-from beast.run_folder import run_git
+from beast.learner_group import ALONE, TIMEOUT, LearnerGroup
+from beast.run_folder import describe_code
 
-START_TIMEOUT = 3600  # seconds for all ranks to find their environments
+IMPORT_TIMEOUT = 300  # seconds for all ranks to import what they need
+STOP_TIMEOUT = 5  # seconds in which the others answer a rank that was asked to stop at the start
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # that torchrun sets
 
 
@@ -35,7 +38,9 @@ def join_group(flags):
         of device.
     """
     variables = {name: os.environ.get(name) for name in VARIABLES}
-    if variables["RANK"] is None or "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        if (variables["WORLD_SIZE"] or "1") != "1":
+            logging.warning("WORLD_SIZE is set, but not by torchrun: this learner trains alone")
         return ALONE
     if "elastic" not in flags:
         raise FlagError(
@@ -44,33 +49,95 @@ def join_group(flags):
         )
     rank, size = _check_variables(variables)
     check_flags(flags)
-    if flags.xpid is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-        raise FlagError(
-            "torchrun's --max-restarts resumes the run by its name: give it one with --xpid"
-        )
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        if flags.xpid is None:
+            raise FlagError(
+                "torchrun's --max-restarts resumes the run by its name: give it one with --xpid"
+            )
+        if flags.disable_checkpoint:
+            raise FlagError("torchrun's --max-restarts needs checkpoints: no --disable_checkpoint")
     device = _choose_gpu(flags, *(int(variables[name]) for name in VARIABLES[2:]))
     # Else a rank that is lost would abort the others, before they have saved.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     store, _, _ = next(dist.rendezvous("env://"))
-    dist.init_process_group(
-        "gloo",
-        timeout=datetime.timedelta(seconds=START_TIMEOUT),
-        store=dist.PrefixStore(_agree_on_attempt(store, rank, size), store),
-        rank=rank,
-        world_size=size,
-    )
+    store = dist.PrefixStore(_agree_on_attempt(store, rank, size), store)
+    timeout = datetime.timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=size)
     atexit.register(dist.destroy_process_group)
     threading.Thread(target=_end_with_torchrun, args=(os.getppid(),), daemon=True).start()
     if rank > 0:  # it has a log of its own
         for handler in logging.getLogger().handlers:
             handler.setLevel(logging.WARNING)
-    del os.environ["RANK"]  # processes that are started from here are no learners
-    group = LearnerGroup(rank, size, device)
+    for name in ("TORCHELASTIC_RUN_ID", *VARIABLES[:3]):
+        del os.environ[name]  # processes that are started from here are no learners
+    group = LearnerGroup(rank, size, device, Start(store, rank, size))
     group.check_same("device", device)
     group.check_same("command line", {k: v for k, v in vars(flags).items() if k != "program"})
-    group.check_same("commit", run_git("rev-parse", "HEAD"))
+    group.check_same("commit", describe_code())
     learner_group.set_current(group)
     return group
+
+
+class Start:
+    """How ranks wait for each other before they train, which environments may make long.
+
+    Each counts beats in torchrun's store meanwhile, so that the others see that it is alive.
+    SIGTERM to one rank ends all of them.
+    """
+
+    def __init__(self, store, rank, size):
+        self._store, self._rank, self._size = store, rank, size
+        self._num_waits, self._is_stopping, self._is_over = 0, False, threading.Event()
+        signal.signal(signal.SIGTERM, self._stop)  # until a run catches it
+        thread = threading.Thread(target=self._beat, daemon=True)
+        thread.start()
+        atexit.register(lambda: (self.end(), thread.join()))
+
+    def end(self):
+        """Say that all ranks train from here on."""
+        self._is_over.set()
+
+    def wait(self):
+        """Wait until all ranks have called this as often, or raise a TimeoutError."""
+        self._num_waits += 1
+        self._store.add(f"waits/{self._rank}", 1)
+        seen = {}  # beats of a rank, and when they were as many first
+        while late := self._late_ranks():
+            for rank in late:
+                beats, now = self._store.add(f"beats/{rank}", 0), time.monotonic()
+                if beats != seen.setdefault(rank, (beats, now))[0]:
+                    seen[rank] = beats, now
+                if now > seen[rank][1] + TIMEOUT:
+                    raise TimeoutError(f"rank {rank} is silent")
+            if self._store.check(["stop"]):
+                self._stop()
+            time.sleep(0.1)
+
+    def _late_ranks(self):
+        waits = [self._store.add(f"waits/{rank}", 0) for rank in range(self._size)]
+        return [rank for rank, number in enumerate(waits) if number < self._num_waits]
+
+    def _beat(self):
+        with contextlib.suppress(RuntimeError):  # the store has gone
+            while not self._is_over.wait(1):
+                self._store.add(f"beats/{self._rank}", 1)
+                if self._store.check(["stop"]) and not self._is_stopping:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+
+    def _stop(self, *_):
+        """Exit; with status 0 where all ranks do, since torchrun starts them anew after others."""
+        if self._is_stopping:
+            return
+        self._is_stopping, status = True, 128 + signal.SIGTERM
+        with contextlib.suppress(RuntimeError):
+            self._store.set("stop", "")
+            num_stopping, end = self._store.add("stopping", 1), time.monotonic() + STOP_TIMEOUT
+            while num_stopping < self._size and time.monotonic() < end:
+                time.sleep(0.1)
+                num_stopping = self._store.add("stopping", 0)
+            status = 0 if num_stopping == self._size else status
+        sys.exit(status)
 
 
 def check_flags(flags, how="under torchrun"):
@@ -100,6 +167,11 @@ def _check_variables(variables):
             )
     if local_size > size:
         raise FlagError(f"LOCAL_WORLD_SIZE is {local_size}, but WORLD_SIZE is {size}: see torchrun")
+    if not 0 <= rank - local_rank <= size - local_size:
+        raise FlagError(
+            f"RANK is {rank}, but LOCAL_RANK is {local_rank}, of {local_size} learners here and "
+            f"{size} in all: start the program by torchrun, which sets them"
+        )
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise FlagError(f"RANK is {rank}, but {name} is not set: start the program by torchrun")
@@ -128,20 +200,24 @@ def _agree_on_attempt(store, rank, size):
     count of restarts is one of each machine. So rank 0 draws a name, the others answer it with
     numbers of their own, and the name holds once rank 0 has repeated those.
     """
-    own, end = uuid.uuid4().hex, time.monotonic() + START_TIMEOUT
+    own, end = uuid.uuid4().hex, time.monotonic() + IMPORT_TIMEOUT
     if rank == 0:
         store.set("attempt", own)
-        answers = [store.get(f"{own}/{other}").decode() for other in range(1, size)]
-        store.set(f"{own}/answers", " ".join([own, *answers]))
-        return own
     while time.monotonic() < end:
-        name = store.get("attempt").decode()
-        store.set(f"{name}/{rank}", own)
-        if store.check([f"{name}/answers"]):
-            if own in store.get(f"{name}/answers").decode().split():
-                return name
+        if rank == 0:
+            keys = [f"{own}/{other}" for other in range(1, size)]
+            if all(store.check([key]) for key in keys):
+                answers = [store.get(key).decode() for key in keys]
+                store.set(f"{own}/answers", " ".join([own, *answers]))
+                return own
+        elif store.check(["attempt"]):
+            name = store.get("attempt").decode()
+            store.set(f"{name}/{rank}", own)
+            if store.check([f"{name}/answers"]):
+                if own in store.get(f"{name}/answers").decode().split():
+                    return name
         time.sleep(0.1)
-    raise FlagError(f"rank 0 has not answered for {START_TIMEOUT} s: see its log")
+    raise FlagError(f"another learner has not answered for {IMPORT_TIMEOUT} s: see its log")
 
 
 def _end_with_torchrun(pid):

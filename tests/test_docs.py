@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import monobeast
 from beast import queue_runs
@@ -63,9 +64,14 @@ def calls():
     for page in PAGES:
         for command in commands(page):
             for i, word in enumerate(command[:-1]):
-                if not word.endswith("python"):
+                if word == "torchrun":
+                    words = [word for word in command[i + 1 :] if word != "..."]
+                    options = get_args_parser().parse_args(words)
+                    script, arguments = options.training_script, options.training_script_args
+                elif word.endswith("python"):
+                    script, *arguments = command[i + 1 :]
+                else:
                     continue
-                script, *arguments = command[i + 1 :]
                 if "beast.queue_runs" in command[:i]:
                     arguments = queue_runs.expand(arguments)[0]
                 if script == "-m" and arguments[0].startswith("beast."):

@@ -120,7 +120,8 @@ class Member:
     def __init__(self, tmp_path, lighthouse, value, **metrics):
         self.group, self.value = ElasticGroup(lighthouse), value
         self.metrics = {"steps": float(value)} | metrics
-        self.learner = create_learner(parse(tmp_path))
+        net = torch.nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.learner = create_learner(parse(tmp_path), model=net)
         self.group.share_state(self.learner)
 
     def sum(self):
@@ -129,6 +130,7 @@ class Member:
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, self.value)
         steps = self.group.sum(model, self.metrics)["steps"]
+        assert all(p.grad.stride() == p.stride() for p in model.parameters())
         gradients = {g for p in model.parameters() for g in p.grad.flatten().tolist()}
         return self.group.size, gradients, float(steps)
 

@@ -30,6 +30,14 @@ def test_updates_count_steps_returns_and_the_learning_rate():
     assert learner.stats["game_returns"] == [4.0]
 
 
+def test_other_learners_get_buffers_that_no_checkpoint_has():
+    learners = [create() for _ in range(2)]
+    for value, learner in enumerate(learners):
+        learner.model.register_buffer("noise", torch.tensor([float(value)]), persistent=False)
+    learners[1].load_state(learners[0].state())
+    assert learners[1].model.noise == 0
+
+
 def test_learning_is_on_the_cpu_where_cuda_is_disabled_or_missing(monkeypatch):
     for available, disabled, device in ((True, False, "cuda:0"), (True, True, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)

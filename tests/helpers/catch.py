@@ -27,6 +27,8 @@ class Net(nn.Module):
     def __init__(self, observation_space, num_actions, use_lstm=False):
         super().__init__()
         self.fc = nn.Linear(int(np.prod(observation_space.shape)), 64)
+        # In channels_last, as AtariNet's are: several learners must keep this memory layout.
+        self.conv = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)
         self.lstm = nn.LSTM(64, 64) if use_lstm else None
         self.policy = nn.Linear(64, num_actions)
         self.baseline = nn.Linear(64, 1)
@@ -38,6 +40,7 @@ class Net(nn.Module):
 
     def forward(self, inputs, agent_state):
         x = F.relu(self.fc(inputs["frame"].flatten(2).float()))
+        x = x + self.conv(x.reshape(-1, 4, 4, 4)).reshape(x.shape)
         if self.lstm is not None:
             outputs = []
             for x_t, done in zip(x, inputs["done"], strict=True):

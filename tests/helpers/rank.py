@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One of several learners, as torchrun starts it.
 
-    torchrun --nproc-per-node 2 tests/helpers/rank.py updates FOLDER PROGRAM NET
+    torchrun --nproc-per-node 2 tests/helpers/rank.py updates FOLDER PROGRAM
     torchrun --nproc-per-node 2 tests/helpers/rank.py train FOLDER PROGRAM [flags]
 
-`updates` learns from given batches, of which each rank has its part; `train` is the program,
-playing Catch. At the end each rank writes what it has into FOLDER/rank0.tar and so on.
+`updates` learns with several nets from given batches, of which each rank has its part; `train` is
+the program, playing Catch. At the end each rank writes what it has into FOLDER/rank0.tar and so on.
 
-Files in FOLDER have rank 1 do something: `fail` raises an error, `cut` cuts all its connections,
-`spoil` makes its rewards NaN. Arguments after OTHER: are of rank 1 alone; OTHER:commit, OTHER:net
-and OTHER:environment give it another one.
+Files in FOLDER have a rank do something, once: `fail1` has rank 1 raise an error, `cut1` has it cut
+all its connections. `spoil1` makes its rewards NaN from then on. Arguments after OTHER: are of rank
+1 alone; OTHER:commit, OTHER:net, OTHER:optimizer and OTHER:environment give it another one; with
+OTHER:late it has no environments for a long time.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import os
 import pathlib
 import socket
 import sys
+import time
 
 import torch
 from torch import nn
@@ -34,10 +36,12 @@ import monobeast
 import polybeast
 from beast import torchrun
 from beast.environments import map_nest
+from beast.exchange import Exchange
 from beast.learner import Learner
 from beast.learner_group import ALONE
 from beast.weights import LocalWeights
 
+NETS = ("small", "fp32", "bf16")  # the latter two are the program's own
 PROGRAMS = {"monobeast": monobeast, "polybeast": polybeast}
 COLUMNS, NUM_UPDATES = 4, 20
 EMPTY, BROKEN = 3, 7  # updates in which the last rank has no batch, or one with a NaN
@@ -65,11 +69,13 @@ class SmallNet(nn.Module):
         return {"policy_logits": self.policy(x), "baseline": baseline}, agent_state
 
 
-def make_net(name):
+def make_net(program, name):
     torch.manual_seed(0)
     if name == "small":
         return SmallNet()
-    net = catch.AtariNet(SPACE, A)
+    # PolyBeast's deep net where only ranks are compared: it makes more of differences of rounding.
+    arguments = {"model": "shallow"} if name == "fp32" and program is polybeast else {}
+    net = program.AtariNet(SPACE, A, **arguments)
     nn.init.normal_(net.policy.weight, std=0.05)
     return net
 
@@ -80,7 +86,7 @@ def learn(program, name, num_ranks, group=ALONE):
     # Random batches are far off-policy: with longer steps, differences of rounding soon grow.
     arguments = f"--disable_cuda --precision {precision} --learning_rate 0.0002"
     flags = program.parser.parse_args(arguments.split())
-    net = make_net(name)
+    net = make_net(program, name)
     optimizer, decay = program.create_optimizer(flags, net)
     learner = Learner(net, optimizer, decay, LocalWeights(net))
     learner.group.share_state(learner)
@@ -108,9 +114,9 @@ def learn(program, name, num_ranks, group=ALONE):
 
 
 def differ(program, what):
-    """Give this rank another commit, net or environment than the others have."""
+    """Give this rank another commit, net, optimizer or environment than the others have."""
     if what == "commit":
-        torchrun.run_git = lambda *_: "0123abc"
+        torchrun.describe_code = lambda: "0123abc"
     elif what == "net":
 
         class Net(program.Net):
@@ -119,31 +125,52 @@ def differ(program, what):
                 self.more = nn.Linear(2, 2)
 
         program.Net = Net
-    else:
+    elif what == "environment":
         program.create_env = lambda flags: catch.Catch(rows=12)
+    elif what == "optimizer":
+        create = program.create_optimizer
+        adam = torch.optim.Adam
+        program.create_optimizer = lambda *a: (adam(a[1].parameters()), create(*a)[1])
+    else:
+
+        def create_env(flags):
+            (pathlib.Path(flags.savedir) / "late").touch()
+            time.sleep(300)
+
+        program.create_env = create_env
 
 
-def disturb(folder, batch):
+def disturb(folder, rank, batch):
     """Do what files in the folder say."""
-    if (folder / "fail").exists():
-        raise ValueError("rank 1 was asked to fail")
-    if (folder / "cut").exists():
+
+    def remove(name):
+        path = folder / f"{name}{rank}"
+        is_there = path.exists()
+        path.unlink(missing_ok=True)
+        return is_there
+
+    if remove("fail"):
+        raise ValueError(f"rank {rank} was asked to fail")
+    if remove("cut"):
         for fd in map(int, os.listdir("/proc/self/fd")):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6):
                     connection.shutdown(socket.SHUT_RDWR)
-    if (folder / "spoil").exists() and batch is not None:
+    if (folder / f"spoil{rank}").exists() and batch is not None:
         batch["reward"][1:] = torch.nan
 
 
 def main():
     if sys.argv[1] == "--mode":  # an evaluation
-        return monobeast.main()
+        return PROGRAMS[os.environ["RANK_PROGRAM"]].main()
     kind, folder, program_name, *arguments = sys.argv[1:]
-    program = PROGRAMS[program_name]
+    program, os.environ["RANK_PROGRAM"] = PROGRAMS[program_name], program_name
     if kind == "updates":
         found = torchrun.join_group(program.parser.parse_args(["--disable_cuda"]))
-        content = learn(program, arguments[0], found.size, found)
+        content = {}
+        for name in NETS:
+            found.exchange = Exchange()
+            content[name] = learn(program, name, found.size, found)
     else:
         made, found = [], None
 
@@ -155,15 +182,14 @@ def main():
                 found = self.group
 
         def disturbed_learn(flags, model, batch, *others, learn=program.learn):
-            if found.rank == 1:
-                disturb(pathlib.Path(folder), batch)
+            disturb(pathlib.Path(folder), found.rank, batch)
             return learn(flags, model, batch, *others)
 
         program.Learner, program.learn = Watched, disturbed_learn
         of_rank_1 = [a.removeprefix("OTHER:") for a in arguments if a.startswith("OTHER:")]
         sys.argv[1:] = [a for a in arguments if not a.startswith("OTHER:")]
         for argument in of_rank_1 if os.environ["RANK"] == "1" else []:
-            if argument in ("commit", "net", "environment"):
+            if argument in ("commit", "net", "optimizer", "environment", "late"):
                 differ(program, argument)
             else:
                 sys.argv.append(argument)

@@ -30,9 +30,9 @@ def parse(savedir, arguments="--xpid run", parser=None):
     )
 
 
-def create_learner(flags, num_updates=0, size=3):
+def create_learner(flags, num_updates=0, size=3, model=None):
     """Return a Learner that has learned from 100 steps an update."""
-    model = torch.nn.Linear(size, 1)
+    model = model or torch.nn.Linear(size, 1)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=flags.learning_rate)
     decay = lambda step: 1 - step / flags.total_steps  # noqa: E731
     learner = Learner(model, optimizer, decay, LocalWeights(model))
