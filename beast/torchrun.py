@@ -100,10 +100,11 @@ class Start:
     def wait(self):
         """Wait until all ranks have called this as often, or raise a TimeoutError."""
         self._num_waits += 1
-        self._store.add(f"waits/{self._rank}", 1)
-        seen = {}  # beats of a rank, and when they were as many first
-        while late := self._late_ranks():
-            for rank in late:
+        key, pause = f"waits/{self._num_waits}", 0.01
+        seen = {}  # beats of another rank, and when they were as many first
+        self._store.add(key, 1)
+        while self._store.add(key, 0) < self._size:
+            for rank in set(range(self._size)) - {self._rank}:
                 beats, now = self._store.add(f"beats/{rank}", 0), time.monotonic()
                 if beats != seen.setdefault(rank, (beats, now))[0]:
                     seen[rank] = beats, now
@@ -111,11 +112,8 @@ class Start:
                     raise TimeoutError(f"rank {rank} is silent")
             if self._store.check(["stop"]):
                 self._stop()
-            time.sleep(0.1)
-
-    def _late_ranks(self):
-        waits = [self._store.add(f"waits/{rank}", 0) for rank in range(self._size)]
-        return [rank for rank, number in enumerate(waits) if number < self._num_waits]
+            time.sleep(pause)
+            pause = min(1, 2 * pause)
 
     def _beat(self):
         with contextlib.suppress(RuntimeError):  # the store has gone

@@ -375,7 +375,7 @@ def test_ranks_wait_at_the_start_for_others_that_are_alive_but_not_for_silent_on
         for _ in range(20):
             store.add("beats/1", 1)
             time.sleep(0.1)
-        store.add("waits/1", 1)
+        store.add("waits/1", 1)  # the first wait
 
     thread = Thread(be_rank_1)
     start.wait()
