@@ -416,7 +416,7 @@ def train(flags):
     check_flags(flags)
     make_deterministic(flags)
     seed_generators([flags.seed, flags.rank])
-    torch.set_num_threads(1)  # so that initial weights are the same on any number of cores
+    torch.set_num_threads(1)  # until the number of actors is known
 
     sample = create_environments(flags, 1, [flags.seed, 0], "the environment")
     with contextlib.closing(sample):

@@ -41,7 +41,7 @@ TRIAL += "--eval_interval 0 --end_with_stdin"
 parser = argparse.ArgumentParser(
     prog="python -m beast.autotune",
     usage="%(prog)s PROGRAM [FLAG ...]",
-    description="Find the fastest flags of a program on this machine, in a minute or two, and "
+    description="Find the fastest flags of a program on this machine, in some minutes, and "
     "print the command with them. Varied are num_actors and envs_per_actor for monobeast.py and "
     "its forks; num_servers (not with --server_addresses), num_actors, envs_per_stream and "
     "num_inference_threads for polybeast.py and its forks. Flags that are given are kept.",
@@ -144,17 +144,20 @@ def search(measure, start, most_envs=sys.maxsize):
     """
     best, best_rate = start, measure(start)
     envs = next((name for name in ENVS if name in start), None)
+    wanted_envs = start.get(envs)
     for name in start:
         factor, first = 2, best[name]
         for _ in range(TRIALS_PER_FLAG):
             values = best | {name: int(best[name] * factor)}
             if name == "num_servers" and "num_actors" in best:  # as many streams a server as before
-                values["num_actors"] = int(best["num_actors"] * factor)
-            if envs not in (None, name) and values.get("num_actors"):
-                values[envs] = max(1, min(best[envs], most_envs // values["num_actors"]))
+                streams = best["num_actors"] // best["num_servers"]
+                values["num_actors"] = streams * values["num_servers"]
+            if envs and values.get("num_actors", 0) not in (0, best.get("num_actors")):
+                values[envs] = max(1, min(wanted_envs, most_envs // values["num_actors"]))
             rate = measure(values) if min(values.values()) > 0 else 0
             if rate > GAIN * best_rate:
                 best, best_rate = values, rate
+                wanted_envs = best[name] if name == envs else wanted_envs
             elif factor == 2 and best[name] == first:
                 factor = 0.5
             else:

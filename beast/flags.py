@@ -83,8 +83,8 @@ def add_server_flags(parser):
                        "at NAME), such as unix:/tmp/polybeast; or at host:port and the ports after "
                        "it. By default in a temporary folder.")
     group.add_argument("--num_actors", type=positive(int), help="Streams, which the servers share. "
-                       "By default one for each server; two for each that is started here, on more "
-                       "than two cores.")
+                       "By default one for each server; two for each that is started here, where "
+                       "cores and policy lag allow it.")
     group.add_argument("--envs_per_stream", type=positive(int), help="Environments that a server "
                        "steps as one batch. By default 8, or fewer where that is too many for "
                        "--batch_size; of servers that run already, as their own flag says.")

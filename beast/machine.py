@@ -13,9 +13,9 @@ from beast.shared_memory import count_learners, has_shared_memory
 MAX_LAG = 16
 FEW_CORES, FEW_PROCESSES = 2, 2  # few cores have the processes of the published curves
 MAX_ENVS, MIN_ENVS = 8, 4  # a process or stream; with fewer, most of the time goes into messages
-# Of memory: an actor or a server with 8 Atari games takes 50 to 80 MiB. A learner takes 350 to 520,
-# most of it PyTorch (benchmarks/memory.py). The rest is for activations of larger batches, such as
-# 1.3 GiB for 32 rollouts of the deep net.
+# Of memory: an actor or a server with 8 Atari games takes 50 to 80 MiB, a learner 340 to 620, and
+# 1,010 with the deep net (benchmarks/memory.py). The rest is for activations of larger batches,
+# such as 1.3 GiB for 32 rollouts of the deep net.
 PROCESS_BYTES, LEARNER_BYTES = 2**27, 2**31
 PROC, CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
 
@@ -85,6 +85,7 @@ def choose_actors(flags, has_gpu):
     if flags.envs_per_actor is None:
         flags.envs_per_actor, reason = _count_envs(limits, flags.num_actors)
         reasons["envs_per_actor"] = reason
+    flags.chosen = list(reasons)
     _log_choice(flags, reasons, flags.deterministic)
 
 
@@ -109,8 +110,8 @@ def choose_servers(flags, has_gpu):
     Nothing where servers run already. Many servers get two streams each, so that one plays while
     the rows of the other are answered.
     """
-    flags.chosen = []
     if flags.server_addresses:
+        flags.chosen = []
         return
     reasons, limits = {}, {"lag": MAX_LAG * flags.batch_size}  # of all environments
     cores = count_cores()
@@ -124,10 +125,12 @@ def choose_servers(flags, has_gpu):
         twice = 2 * flags.num_servers * (flags.envs_per_stream or MIN_ENVS)
         streams = 2 if cores > FEW_CORES and twice <= limits["lag"] else 1
         flags.num_actors = streams * flags.num_servers
-        reasons["num_actors"] = f"{streams} a server"
+        few = "cores" if cores <= FEW_CORES else "lag"
+        reasons["num_actors"] = "two for each server" if streams == 2 else few
     if flags.envs_per_stream is None:
         flags.envs_per_stream, reason = _count_envs(limits, flags.num_actors)
         reasons["envs_per_stream"] = reason
+    flags.chosen = list(reasons)
     _log_choice(flags, reasons)
 
 
@@ -142,7 +145,7 @@ def _count_processes(cores, most, limits, num_envs):
         return FEW_PROCESSES, f"for {FEW_CORES} cores or fewer"
     bounds = {"cores": most} | {why: n // (num_envs or MIN_ENVS) for why, n in limits.items()}
     bounds["memory"] = (count_memory() - LEARNER_BYTES) // PROCESS_BYTES
-    return _least(bounds, FEW_PROCESSES)
+    return _least(bounds, 1 if num_envs else FEW_PROCESSES)
 
 
 def _count_envs(limits, num_groups):
@@ -157,20 +160,19 @@ def _least(bounds, minimum):
 
 
 def _log_choice(flags, reasons, deterministic=False):
-    """Log what was chosen and why, and set flags.chosen.
+    """Log what was chosen and why.
 
     Args:
-      reasons: what bounds each flag that was chosen, by its name.
+      reasons: what limits each flag that was chosen, by its name.
     """
-    flags.chosen = list(reasons)
     values = {name: f"--{name} {getattr(flags, name)}" for name in reasons}
     if deterministic and reasons:
         logging.info("--deterministic fixes %s", ", ".join(values.values()))
     elif reasons:
         num = count_learners()
         logging.info(
-            "Chosen, and what bounds it: %s. There are %d cores and %.0f GiB of memory%s. More "
-            "than %d environments, %d batches, would make the policies lag",
+            "Chosen for this machine (limited by): %s. There are %d cores and %.0f GiB of "
+            "memory%s. More than %d environments, %d batches, would make the policies lag",
             ", ".join(f"{value} ({reasons[name]})" for name, value in values.items()),
             *(count_cores(), count_memory() / 2**30),
             f" for each of {num} learners that share this machine" if num > 1 else "",

@@ -25,7 +25,8 @@
 # python3 unless it says otherwise.
 #
 # --disable_cuda before all else shows in minutes, on any machine, that the stages run: each in small,
-# on the CPU. On a slow or loaded machine, SLOWER=3 multiplies all times.
+# on the CPU. On a slow or loaded machine, SLOWER=3 multiplies limits
+# and how long pong and trace run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -36,7 +37,7 @@ if [ "${1:-}" = --disable_cuda ]; then
   shift
 fi
 declare -A LIMITS=( # seconds
-  [machine]=30 [setup]=120 [tests]=150 [environments]=60 [net]=150 [contended]=70 [sweep]=405
+  [machine]=30 [setup]=90 [tests]=150 [environments]=60 [net]=150 [contended]=70 [sweep]=390
   [pong]=270 [trace]=150
 )
 
@@ -153,8 +154,8 @@ contended() {
 }
 
 # Not the whole grid of servers {14, 16}, streams {1, 2}, environments {8, 16, 32} and batches {8, 32}:
-# for both nets its 24 settings take 48 runs of 30 s, starts included, which is 24 minutes. At a batch
-# of 8 launches are the limit, at 32 the cores.
+# for both nets its 24 settings take 48 runs of 30 s, starts included, which is 24 minutes. By estimate,
+# launches are the limit at a batch of 8, and cores at 32.
 sweep() {
   local seconds=11 setting settings=(
     "polybeast" # the defaults
@@ -207,7 +208,7 @@ trace() {
   if [ "$QUICK" ]; then flags=(--num_servers 1 --model shallow --batch_size 2); fi
   train_for "$seconds" trace --write_profiler_trace "${flags[@]}"
   gzip -f "$runs/trace/trace.json" || echo 'Too few updates for a trace.'
-  ls -l "$OUT/trace_learner.json.gz" "$runs/trace"
+  ls -l "$OUT/trace_learner.json.gz" "$runs/trace/trace.json.gz"
 }
 
 # Runs PolyBeast as a run of this name, for so many seconds at most, or until the mean return of the

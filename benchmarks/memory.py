@@ -4,9 +4,9 @@
     python benchmarks/memory.py [--seconds 20] [--sizes 2x8,4x8,8x8,16x8] [flags of monobeast.py]
     python benchmarks/memory.py --program polybeast [flags of polybeast.py: --model shallow, ...]
 
-Runs the program for so many seconds after its first update, and adds up what its processes hold
-then: proportional shares, so that what several of them share counts once. "shared" is of that what
-lies in /dev/shm. What a GPU holds is not measured: net.py shows it. Prints Markdown.
+Runs the program for so many seconds after the first rows of its log, and adds up what its
+processes hold then: proportional shares, so that what several of them share counts once. Of this,
+"shared" lies in /dev/shm. What a GPU holds is not measured: net.py shows it. Prints Markdown.
 """
 
 import argparse
@@ -24,7 +24,9 @@ import torch  # noqa: E402
 from ab import read_rows  # noqa: E402
 from machine import descendants, print_header  # noqa: E402
 
-START_SECONDS = 300  # within which a program has logged two updates, on a loaded machine too
+START_SECONDS = (
+    300  # within which a program has written two rows of its log, on a loaded machine too
+)
 SIZE_FLAGS = {
     "monobeast": "--num_actors {0} --envs_per_actor {1}",
     "polybeast": "--num_servers {0} --num_actors {0} --envs_per_stream {1}",

@@ -30,14 +30,16 @@ gym.register("ShortBreakout-v0", "ale_py.env:AtariEnv", kwargs=SHORT)
 gym.register("Hard-v0", "ale_py.env:AtariEnv", kwargs={"game": "pong", "difficulty": 1})
 
 
-def make_flags(words):
-    """Return the flags in `words`, which begin with the environment."""
-    return parse("--env", *words.split())
+def make_flags(arguments):
+    """Return the flags in `arguments`, which begin with the environment."""
+    return parse("--env", *arguments.split())
 
 
 @contextlib.contextmanager
-def environments(words, num_envs=1, seed=1, **kwargs):
-    with contextlib.closing(AtariEnvironments(make_flags(words), num_envs, seed, **kwargs)) as envs:
+def environments(arguments, num_envs=1, seed=1, **kwargs):
+    with contextlib.closing(
+        AtariEnvironments(make_flags(arguments), num_envs, seed, **kwargs)
+    ) as envs:
         yield envs
 
 
@@ -49,9 +51,9 @@ def rows_of(environments, actions):
     return rows
 
 
-def play(words, num_steps, num_envs, seed):
+def play(arguments, num_steps, num_envs, seed):
     """Return the rows of so many random steps."""
-    with environments(words, num_envs, seed) as envs:
+    with environments(arguments, num_envs, seed) as envs:
         random = np.random.default_rng(0)
         actions = random.integers(envs.num_actions, size=(num_steps, num_envs))
         return rows_of(envs, actions)
@@ -133,17 +135,17 @@ PLAIN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words", PLAIN)
-def test_rows_are_those_of_a_plain_loop(words):
-    options = {"game": "breakout", "num_steps": 120} | PLAIN[words]
+@pytest.mark.parametrize("arguments", PLAIN)
+def test_rows_are_those_of_a_plain_loop(arguments):
+    options = {"game": "breakout", "num_steps": 120} | PLAIN[arguments]
     num_steps = options.pop("num_steps")
-    with environments(words, 2, seed=[5, 6]) as envs:
+    with environments(arguments, 2, seed=[5, 6]) as envs:
         actions = np.random.default_rng(1).integers(envs.num_actions, size=(num_steps, 2))
         rows, seeds = rows_of(envs, actions), envs.seeds
     columns = [play_plainly(seeds[i], actions[:, i].tolist(), **options) for i in range(2)]
     plain = zip(*columns, strict=True)
     assert_rows_equal(rows, [{k: np.stack([r[k] for r in row]) for k in KEYS} for row in plain])
-    if not words.startswith("Freeway"):
+    if not arguments.startswith("Freeway"):
         assert sum(row["terminated"].sum() + row["truncated"].sum() for row in rows) > 1
 
 
@@ -172,9 +174,9 @@ WRAPPED = [
 ]
 
 
-@pytest.mark.parametrize("words", WRAPPED)
-def test_within_an_episode_a_game_is_that_of_the_wrappers_to_the_last_bit(words):
-    flags = make_flags(f"{words} --noop_max 0 --no_fire_reset --no_episodic_life")
+@pytest.mark.parametrize("arguments", WRAPPED)
+def test_within_an_episode_a_game_is_that_of_the_wrappers_to_the_last_bit(arguments):
+    flags = make_flags(f"{arguments} --noop_max 0 --no_fire_reset --no_episodic_life")
     with contextlib.closing(AtariEnvironments(flags, 1, 1)) as vector:
         classic = Environments(lambda: atari_wrappers.create_atari(flags), 1, 1)
         assert vector.spaces == classic.spaces and vector.stack_size == classic.stack_size
@@ -231,7 +233,7 @@ def test_close_ends_the_threads():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [("CartPole-v1", "CartPole-v1 is not a game of ale-py"),
      ("Hard-v0", "registered with difficulty, which --env_backend ale_vector cannot do"),
      ("PongNoFrameskip-v4 --sticky_actions 1.5", "a probability from 0 to 1, not 1.5"),
@@ -240,23 +242,25 @@ def test_close_ends_the_threads():
      ("PongNoFrameskip-v4 --frame_size -1", "--frame_size is -1; it should be 0 or more"),
      ("PongNoFrameskip-v4 --frame_stack 0", "--frame_stack is 0; it should be 1 or more")],
 )  # fmt: skip
-def test_what_it_cannot_do_is_refused_by_name(words, message):
+def test_what_it_cannot_do_is_refused_by_name(arguments, message):
     with pytest.raises(EnvError, match=f"^actor 0: cannot create the environments: .*{message}"):
-        AtariEnvironments(make_flags(words), 1, 0, "actor 0")
+        AtariEnvironments(make_flags(arguments), 1, 0, "actor 0")
 
 
 def test_it_needs_no_opencv(tmp_path):
     (tmp_path / "cv2.py").write_text("raise RuntimeError('cv2 was imported')")
-    words = "--env PongNoFrameskip-v4 --env_backend ale_vector --total_steps 80 --batch_size 1"
-    words += " --num_actors 1 --envs_per_actor 1 --xpid run --savedir"
-    status, output = run(ROOT / "monobeast.py", words, tmp_path, PYTHONPATH=str(tmp_path))
+    arguments = "--env PongNoFrameskip-v4 --env_backend ale_vector --total_steps 80 --batch_size 1"
+    arguments += " --num_actors 1 --envs_per_actor 1 --xpid run --savedir"
+    status, output = run(ROOT / "monobeast.py", arguments, tmp_path, PYTHONPATH=str(tmp_path))
     assert status == 0 and int(read_rows(tmp_path / "run")[-1]["step"]) >= 80, output
 
 
 def test_a_program_trains_on_it(tmp_path):
-    words = "--env BreakoutNoFrameskip-v4 --env_backend ale_vector --total_steps 800 --batch_size 4"
-    words += " --model shallow --num_servers 1 --envs_per_stream 4 --xpid run --savedir"
-    status, output = run(ROOT / "polybeast.py", words, tmp_path)
+    arguments = (
+        "--env BreakoutNoFrameskip-v4 --env_backend ale_vector --total_steps 800 --batch_size 4"
+    )
+    arguments += " --model shallow --num_servers 1 --envs_per_stream 4 --xpid run --savedir"
+    status, output = run(ROOT / "polybeast.py", arguments, tmp_path)
     assert status == 0, output
     rows = read_rows(tmp_path / "run")
     assert int(rows[-1]["step"]) >= 800

@@ -18,7 +18,6 @@ from beast.rollout_buffers import check_buffers
 from beast.shared_memory import check_shared_memory
 
 GIB = 2**30
-FEWER = "num_actors", 3
 
 
 @pytest.fixture
@@ -143,7 +142,7 @@ def choose_actors(arguments, has_gpu=False):
         (16, False, "--deterministic", (2, 8)),
         (64, False, "--deterministic", (2, 8)),
         (128, True, "--deterministic", (2, 8)),
-        (128, False, "--deterministic --batch_size 1 --num_buffers 9", (2, 8)),
+        (128, False, "--deterministic --batch_size 16 --num_buffers 32", (2, 8)),
         (16, False, "--num_buffers 40", (8, 4)),  # and a batch
         (16, False, "--num_buffers 24 --envs_per_actor 8", (2, 8)),
         (16, False, "--num_buffers 40 --num_actors 4", (4, 8)),
@@ -236,7 +235,9 @@ def test_the_learner_gets_the_cores_of_actors_that_dev_shm_has_no_room_for(
 
     create_env = functools.partial(atari_wrappers.create_atari, render_mode=None)
     monkeypatch.setattr(monobeast, "create_env", create_env)  # other tests have set another one
-    monkeypatch.setattr(monobeast, "create_buffers", lambda flags, *_: setattr(flags, *FEWER))
+    monkeypatch.setattr(
+        monobeast, "create_buffers", lambda flags, *_: setattr(flags, "num_actors", 3)
+    )
     monkeypatch.setattr(monobeast, "Learner", create_learner)
     flags = parse_flags(monobeast.parser, ["--savedir", str(tmp_path), "--disable_cuda"])
     before = torch.get_num_threads()
@@ -257,7 +258,7 @@ def test_the_learner_gets_the_cores_of_actors_that_dev_shm_has_no_room_for(
         ("--envs_per_actor 16", 64, "--num_actors 8 (lag). There"),
         ("--num_buffers 48", 64, "--num_actors 10 (--num_buffers), --envs_per_actor 4 (--num_b"),
         ("", 3, "--num_actors 8 (memory), --envs_per_actor 8 (at most 8). There are 16 cores"),
-        ("--num_actors 3", 64, "what bounds it: --envs_per_actor 8 (at most 8). There"),
+        ("--num_actors 3", 64, "(limited by): --envs_per_actor 8 (at most 8). There"),
     ],
 )  # fmt: skip
 def test_what_was_chosen_is_logged_with_what_bounds_it(fake, caplog, arguments, gib, line):
@@ -277,6 +278,6 @@ def test_the_log_says_who_else_has_its_share_and_what_was_fixed(fake, caplog, mo
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     machine.choose_servers(polybeast.parser.parse_args([]), has_gpu=False)
     assert (
-        "--num_servers 8 (cores), --num_actors 16 (2 a server), --envs_per_stream 8 (at most 8). "
-        "There are 16 cores and 256 GiB of memory for each of 4 learners that share this machine."
+        "--num_servers 8 (cores), --num_actors 16 (two for each server), --envs_per_stream 8 "
+        "(at most 8). There are 16 cores and 256 GiB of memory for each of 4 learners that share this machine."
     ) in caplog.text
