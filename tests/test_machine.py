@@ -279,5 +279,6 @@ def test_the_log_says_who_else_has_its_share_and_what_was_fixed(fake, caplog, mo
     machine.choose_servers(polybeast.parser.parse_args([]), has_gpu=False)
     assert (
         "--num_servers 8 (cores), --num_actors 16 (two for each server), --envs_per_stream 8 "
-        "(at most 8). There are 16 cores and 256 GiB of memory for each of 4 learners that share this machine."
+        "(at most 8). There are 16 cores and 256 GiB of memory for each of 4 learners that share "
+        "this machine."
     ) in caplog.text
