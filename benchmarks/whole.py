@@ -128,15 +128,16 @@ def rate_of_shared_memory(flags, environments, seconds):
     _, answer = create_net(monobeast.Net, *spaces, use_lstm=flags.use_lstm)
     buffers = create_buffers(flags, *answer)
     rows, row = buffers["rows"], environments.initial()
+    arrays = map_nest(torch.Tensor.numpy, rows)
     keys = rows.keys() - row.keys()  # of the net's answer
-    row = row | {key: np.zeros_like(rows[key][:N, 0].numpy()) for key in keys}
+    row = row | {key: np.zeros_like(arrays[key][:N, 0]) for key in keys}
     batch = map_nest(lambda b: torch.empty(T + 1, B, *b.shape[2:], dtype=b.dtype), rows)
     free, columns = itertools.cycle(range(flags.num_buffers)), itertools.cycle(range(B))
 
     def transport_rollouts():
         indices = np.array([next(free) for _ in range(N)])
         for t in range(T + 1):
-            write_row(buffers, indices, t, row)
+            write_row(arrays, indices, t, row)
         for m in indices:
             i = next(columns)
             map_nest(lambda x, b: x[:, i].copy_(b[m]), batch, rows)  # noqa: B023
