@@ -39,7 +39,7 @@ def join_group(flags):
     """
     variables = {name: os.environ.get(name) for name in VARIABLES}
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        if (variables["WORLD_SIZE"] or "1") != "1":
+        if flags.mode == "train" and (variables["WORLD_SIZE"] or "1") != "1":
             logging.warning("WORLD_SIZE is set, but not by torchrun: this learner trains alone")
         return ALONE
     if "elastic" not in flags:
@@ -220,5 +220,6 @@ def _agree_on_attempt(store, rank, size):
 
 def _end_with_torchrun(pid):
     """End, as by SIGTERM, when torchrun was killed: a thread."""
-    select.select([os.pidfd_open(pid)], [], [])
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        select.select([os.pidfd_open(pid)], [], [])
     os.kill(os.getpid(), signal.SIGTERM)
