@@ -179,9 +179,10 @@ class LearnerGroup:
             return call()
         except (RuntimeError, TimeoutError) as error:
             self._kill_stopped_ranks()
+            reason = str(error).partition("\n")[0]
             raise EnvError(
                 f"another learner has ended, or has not answered for {TIMEOUT} s: see its log "
-                f"({str(error).splitlines()[0]})"
+                f"({reason})"
             ) from error
 
     def _kill_stopped_ranks(self):
@@ -220,8 +221,8 @@ class LearnerGroup:
     def leave(self, is_over):
         """Leave the group; where the run is over, wait until all have got the last sum."""
         if is_over:
-            with contextlib.suppress(RuntimeError):
-                dist.barrier()
+            with contextlib.suppress(EnvError):
+                self._communicate(dist.barrier)
 
 
 def _machine():

@@ -8,6 +8,7 @@ import pathlib
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 import uuid
@@ -34,9 +35,9 @@ import gala
 import monobeast
 import polybeast
 import ppo
-from beast import actors, checkpoint, servers, starvation, streams, torchrun
+from beast import actors, checkpoint, learner_group, servers, starvation, streams, torchrun
 from beast.errors import FlagError
-from beast.exchange import Exchange
+from beast.exchange import Exchange, describe_net, refuse_difference
 from beast.flags import parse_flags
 from beast.learner import Learner
 from beast.learner_group import LearnerGroup
@@ -422,7 +423,7 @@ def test_the_rank_of_updates_that_are_not_finite_is_named_and_writes_its_batch(t
         assert process.end(40)[0] != 0
         process.wait_for_members()
     assert "not finite (1 in all" in (folder / "out.log").read_text()
-    assert "See learners [1]" in (folder / "out.log").read_text()
+    assert "See the logs of learners [1]" in (folder / "out.log").read_text()
     assert "Its batch comes from {'actors': [0, 0, 0, 0]}" in (folder / "out.rank1.log").read_text()
     assert load(folder / "bad_batch.rank1.tar")["batch"]["reward"].isnan().any()
     assert not (folder / "bad_batch.tar").exists()
@@ -476,6 +477,48 @@ def test_a_net_whose_forward_pass_changes_a_buffer_is_refused_by_name(group):
     model(torch.randn(3, 2))
     with pytest.raises(FlagError, match="changes the net's buffer '1.running_mean'"):
         group.sum(model, {"steps": 1.0})
+
+
+def test_a_forward_pass_that_changes_the_shape_of_a_buffer_is_refused(group):
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("cache", torch.ones(3), persistent=False)
+    share(group, model)
+    for size in (1, 2):
+        model.cache = torch.ones(size)
+        with pytest.raises(FlagError, match="changes the net's buffer 'cache'"):
+            group.sum(model, {"steps": 1.0})
+
+
+def test_nets_whose_buffers_differ_are_refused_though_those_are_not_saved():
+    nets = [torch.nn.Linear(2, 2) for _ in range(2)]
+    for size, net in zip((1, 4), nets, strict=True):
+        net.register_buffer("cache", torch.ones(size), persistent=False)
+    with pytest.raises(FlagError, match=r"'cache': 'torch.float32 \[1\]'.*'torch.float32 \[4\]'"):
+        refuse_difference("net", *(("", describe_net(net)) for net in nets))
+
+
+@pytest.mark.parametrize("is_reused", [False, True])
+def test_a_rank_that_is_stopped_before_the_last_barrier_is_killed_and_no_other_process(
+    group, monkeypatch, is_reused
+):
+    def fail():
+        raise RuntimeError  # without a message
+
+    monkeypatch.setattr(torch.distributed, "barrier", fail)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            process.send_signal(signal.SIGSTOP)
+            wait_until(lambda: learner_group._state(process.pid)[0] == "T")
+            begin = learner_group._state(process.pid)[1]
+            begin = "1" if is_reused else begin  # of another process, which had the id before
+            group._processes = [(learner_group._machine(), process.pid, begin)]
+            group.leave(is_over=True)
+            if is_reused:
+                assert learner_group._state(process.pid)[0] == "T"
+            else:
+                assert process.wait(60) == -signal.SIGKILL
+        finally:
+            process.kill()
 
 
 def test_returns_are_kept_until_an_update_takes_them(group):
@@ -598,3 +641,7 @@ def test_a_checkpoint_of_another_number_of_learners_is_resumed_with_a_warning(tm
     flags.num_learners = 4
     assert checkpoint.resume(flags, small_run.create_learner(flags))
     assert "was of 1 x 1 rollouts (learners x --batch_size), and now is of 4 x 1" in caplog.text
+    caplog.clear()
+    flags.elastic = "localhost:1"  # which says nothing of a number
+    assert checkpoint.resume(flags, small_run.create_learner(flags))
+    assert "rollouts" not in caplog.text
