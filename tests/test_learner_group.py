@@ -356,17 +356,20 @@ def test_a_rank_that_differs_is_refused_with_both_values(tmp_path, other, messag
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    ("how", "status", "message"),
+    ("how", "victim", "status", "message"),
     [
-        ("SIGTERM", 0, ""),
-        ("SIGSTOP", 1, "rank.py: another learner has ended, or has not answered for 20 s: see its"),
+        ("SIGTERM", 0, 0, ""),  # which waits for the other one
+        ("SIGTERM", 1, 0, ""),
+        ("SIGSTOP", 1, 1, "rank.py: another learner has ended, or has not answered for 20 s: see"),
     ],
 )
-def test_a_rank_that_is_ended_or_stopped_at_the_start_ends_all(tmp_path, how, status, message):
+def test_a_rank_that_is_ended_or_stopped_at_the_start_ends_all(
+    tmp_path, how, victim, status, message
+):
     options = "--max-restarts 1" if how == "SIGTERM" else ""  # which must not start them anew
     with train(2, tmp_path, "monobeast", "OTHER:late", options=options) as process:
         process.wait_until((tmp_path / "late").exists)
-        os.kill(process.rank(1), getattr(signal, how))
+        os.kill(process.rank(victim), getattr(signal, how))
         got, output = process.end(40)
         process.wait_for_members()
     assert got == status and message in output, output
@@ -397,12 +400,50 @@ def test_ranks_wait_at_the_start_for_others_that_are_alive_but_not_for_silent_on
             time.sleep(0.1)
         store.add("waits/1", 1)  # the first wait
 
-    thread = Thread(be_rank_1)
-    start.wait()
+    thread, calls = Thread(be_rank_1), []
+    start.meet(lambda: calls.append(1))
     thread.result()
     monkeypatch.setattr(torchrun, "TIMEOUT", 0.5)
     with pytest.raises(TimeoutError, match="rank 1 is silent"):
-        start.wait()
+        start.meet(lambda: calls.append(2))
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("is_in_call", [False, True])
+def test_a_rank_that_waits_at_the_start_and_gets_sigterm_leaves_no_other_one_alone_in_a_call(
+    start, is_in_call
+):
+    store, start = start
+
+    def be_rank_1():
+        wait_until(lambda: store.add("waits/1", 0) == 1)  # rank 0 waits
+        if is_in_call:
+            store.compare_set("waits/1/decision", "", "go")
+        os.kill(os.getpid(), signal.SIGTERM)
+        if is_in_call:
+            store.add("waits/1", 1)
+        wait_until(lambda: store.check(["stop"]))
+        store.add("stopping", 1)
+
+    thread, calls = Thread(be_rank_1), []
+    with pytest.raises(SystemExit) as stop:
+        start.meet(lambda: calls.append(1))
+    thread.result()
+    assert stop.value.code == 0 and calls == [1] * is_in_call
+    assert store.get("waits/1/decision") == (b"go" if is_in_call else b"stop")
+
+
+def test_a_rank_ends_where_calls_of_the_store_do_not_return(monkeypatch, start):
+    statuses, is_over, (_, start) = [], threading.Event(), start
+    monkeypatch.setattr(torchrun, "STOP_TIMEOUT", 0.1 - torchrun.TIMEOUT)
+
+    def end(status):
+        statuses.append(status)
+        is_over.set()
+
+    monkeypatch.setattr(torchrun.os, "_exit", end)
+    start._store = SimpleNamespace(add=lambda *_: is_over.wait(60), check=lambda *_: False)
+    assert is_over.wait(60) and statuses == [1]
 
 
 def test_fewer_servers_than_learners_are_refused():
