@@ -109,7 +109,7 @@ class Exchange:
                 parameter.grad = None
                 continue
             if parameter.grad is None:
-                # In the memory layout that backward() gives it: a norm adds in the order of that.
+                # With the parameter's strides, as after backward(): a norm adds in their order.
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(part.view(parameter.shape))
         for returns in self._returns:

@@ -238,9 +238,9 @@ def _choose_gpu(flags, local_rank, local_size):
 def _agree_on_attempt(store, rank, size):
     """Return a name that all ranks of this start have in common, and no earlier start had.
 
-    torchrun's store may outlive a restart, with the addresses of ranks that are gone in it. Its own
-    count of restarts is one of each machine. So rank 0 draws a name, the others answer it with
-    numbers of their own, and the name holds once rank 0 has repeated those.
+    torchrun's store may outlive a restart, with the addresses of ranks that are gone in it. Its
+    restart count is per machine. So rank 0 draws a name, the others answer it with numbers of their
+    own, and the name holds once rank 0 has repeated those.
     """
     own, end = uuid.uuid4().hex, time.monotonic() + IMPORT_TIMEOUT
     if rank == 0:
