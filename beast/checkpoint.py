@@ -147,7 +147,9 @@ def resume(flags, learner):
         (found.get("num_learners", 1), found.get("batch_size", 1))
         for found in (checkpoint["flags"], vars(flags))
     )
-    if math.prod(before) != math.prod(now):
+    # The number of --elastic learners varies, and was not saved.
+    is_elastic = checkpoint["flags"].get("elastic") or getattr(flags, "elastic", None)
+    if math.prod(before) != math.prod(now) and not is_elastic:
         logging.warning(
             "An update was of %d x %d rollouts (learners x --batch_size), and now is of %d x %d: "
             "another --learning_rate may be better",

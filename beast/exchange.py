@@ -38,7 +38,9 @@ class Exchange:
     def _check_buffers(self, model):
         for name, buffer in model.named_buffers():
             before = self._buffers[name]
-            if not torch.isclose(buffer, before, rtol=0, atol=0, equal_nan=True).all():
+            if buffer.shape != before.shape or not (
+                torch.isclose(buffer, before, rtol=0, atol=0, equal_nan=True).all()
+            ):
                 raise FlagError(
                     f"a forward pass changes the net's buffer {name!r}, which would then "
                     "differ between learners: use a layer without such statistics (GroupNorm or "
@@ -107,7 +109,7 @@ class Exchange:
                 parameter.grad = None
                 continue
             if parameter.grad is None:
-                # In the memory layout that backward() gives it: a norm adds in the order of that.
+                # With the parameter's strides, as after backward(): a norm adds in their order.
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(part.view(parameter.shape))
         for returns in self._returns:
@@ -161,7 +163,7 @@ class Exchange:
 
 def describe_net(model):
     """Return what the nets of all learners must have in common: dtypes, shapes and order."""
-    tensors = model.state_dict()
+    tensors = model.state_dict() | dict(model.named_buffers())  # also those that are not saved
     return {n: f"{t.dtype} {list(t.shape)}" for n, t in tensors.items()} | {"order": list(tensors)}
 
 

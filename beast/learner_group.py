@@ -74,7 +74,9 @@ def set_current(group):
 
 
 class LearnerGroup:
-    """A group of learners, as one of them sees it. Its lock is held while `sum` waits for others.
+    """A group of learners, as one of them sees it.
+
+    The learner's lock is held while `sum` waits for others.
 
     Args:
       rank, size: of this learner, and how many there are.
@@ -95,8 +97,10 @@ class LearnerGroup:
         timeout = datetime.timedelta(seconds=TIMEOUT)
         is_cuda = device == "cuda"
         self._tensors = dist.new_group(timeout=timeout, backend="nccl") if is_cuda else None
-        self._processes = [None] * size
-        dist.all_gather_object(self._processes, (_machine(), os.getpid(), _state(os.getpid())[1]))
+        self._processes, processes = [], [None] * size
+        own = _machine(), os.getpid(), _state(os.getpid())[1]
+        self._meet(lambda: dist.all_gather_object(processes, own))
+        self._processes = processes
         self._asks_to_stop = False
         self.starvation = Starvation()
 
@@ -132,21 +136,15 @@ class LearnerGroup:
         self.exchange.remember_buffers(learner.model)
 
     def barrier(self):
-        """Wait until all learners have come so far, for as long as it takes."""
+        """Wait until all learners are ready to train; a silent one ends the wait."""
         self._meet(dist.barrier)
         if self._start:
             self._start.end()
         self.starvation.begin()
 
     def _meet(self, call):
-        """Call what all ranks have to call at the same time, once all have come so far."""
-
-        def wait_and_call():
-            if self._start:
-                self._start.wait()
-            call()
-
-        self._communicate(wait_and_call)
+        """Make a collective call when all ranks are ready for it."""
+        self._communicate(lambda: self._start.meet(call) if self._start else call())
 
     def sum(self, model, metrics):
         """Sum gradients, in place, and metrics over all learners.
@@ -179,9 +177,10 @@ class LearnerGroup:
             return call()
         except (RuntimeError, TimeoutError) as error:
             self._kill_stopped_ranks()
+            reason = str(error).partition("\n")[0]
             raise EnvError(
                 f"another learner has ended, or has not answered for {TIMEOUT} s: see its log "
-                f"({str(error).splitlines()[0]})"
+                f"({reason})"
             ) from error
 
     def _kill_stopped_ranks(self):
@@ -220,8 +219,8 @@ class LearnerGroup:
     def leave(self, is_over):
         """Leave the group; where the run is over, wait until all have got the last sum."""
         if is_over:
-            with contextlib.suppress(RuntimeError):
-                dist.barrier()
+            with contextlib.suppress(EnvError):
+                self._communicate(dist.barrier)
 
 
 def _machine():

@@ -136,7 +136,7 @@ class Run:
         """Go on with the run's folder where that is this learner's, but was another one's.
 
         Args:
-          at_end: whether all learners end at once: then it is whose who has newer weights.
+          at_end: whether all learners end at once; then the one with newer weights takes it.
         """
         if self._folder.checkpoints or self._group.by_torchrun:
             return
@@ -302,7 +302,8 @@ class Run:
         values = ", ".join(f"{name} {value}" for name, value in update.items())
         ranks = self._group.exchange.not_finite
         is_ours = batch is not None and (not ranks or self._group.rank in ranks)
-        source = f"Its batch comes from {batch.sources}" if is_ours else f"See learners {ranks}"
+        names = f"learners {ranks}" if ranks else "all learners"
+        source = f"Its batch comes from {batch.sources}" if is_ours else f"See the logs of {names}"
         logging.error(
             "The update was skipped, as it is not finite (%d in all; %d in a row, %d end the run): "
             "%s. %s",
@@ -312,9 +313,7 @@ class Run:
         if stats["skipped_in_a_row"] < MAX_SKIPPED:
             return
         if not is_ours:
-            raise FloatingPointError(
-                f"{MAX_SKIPPED} updates in a row were not finite: see the logs of learners {ranks}"
-            )
+            raise FloatingPointError(f"{MAX_SKIPPED} updates in a row were not finite. {source}")
         where = bad_batch.save(self.path, self._group.name, batch, update)
         raise FloatingPointError(
             f"{MAX_SKIPPED} updates in a row were not finite, the last one with {values}. The "

@@ -212,6 +212,7 @@ def run_git(*arguments):
             ["git", "-C", pathlib.Path(__file__).parent, *arguments],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=10,
             check=True,
         ).stdout.strip()
@@ -221,7 +222,11 @@ def run_git(*arguments):
 
 def describe_code():
     """Return the commit of this repository, with a hash of changes that are not committed."""
-    changes = hashlib.sha256((run_git("diff", "HEAD") or "").encode()).hexdigest()[:8]
+    # The same text for the same changes, whatever the clone and the user's configuration of git.
+    options = "--full-index --no-ext-diff --no-textconv --no-color --no-renames --unified=3"
+    options += " --diff-algorithm=myers --src-prefix=a/ --dst-prefix=b/"
+    changes = run_git("-c", "core.quotePath=true", "diff", *options.split(), "HEAD") or ""
+    changes = hashlib.sha256(changes.encode()).hexdigest()[:8]
     return f"{run_git('rev-parse', 'HEAD')} with changes {changes}"
 
 

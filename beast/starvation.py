@@ -19,7 +19,6 @@ class Starvation:
         self._lock = threading.Lock()  # guards what follows
         self._in_hand = 0  # batches that threads have
         self._last_batch = math.inf
-        self._starves = False
 
     def begin(self):
         """Count the time without a batch from here on, not only from the first batch."""
@@ -35,14 +34,12 @@ class Starvation:
         finally:
             with self._lock:
                 self._in_hand -= 1
-                self._last_batch, self._starves = time.monotonic(), False
+                self._last_batch = time.monotonic()
 
     def starves(self):
         """Return whether this rank has had no batch for so long that the others must not wait."""
         with self._lock:
-            if not self._in_hand and time.monotonic() > self._last_batch + PATIENCE:
-                self._starves = True
-            return self._starves and not self._in_hand
+            return not self._in_hand and time.monotonic() > self._last_batch + PATIENCE
 
 
 def join_updates(flags, learner, run, learn):

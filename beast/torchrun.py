@@ -39,7 +39,7 @@ def join_group(flags):
     """
     variables = {name: os.environ.get(name) for name in VARIABLES}
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        if (variables["WORLD_SIZE"] or "1") != "1":
+        if flags.mode == "train" and (variables["WORLD_SIZE"] or "1") != "1":
             logging.warning("WORLD_SIZE is set, but not by torchrun: this learner trains alone")
         return ALONE
     if "elastic" not in flags:
@@ -60,7 +60,8 @@ def join_group(flags):
     # Else a rank that is lost would abort the others, before they have saved.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     store, _, _ = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(_agree_on_attempt(store, rank, size), store)
+    with _time_limit(IMPORT_TIMEOUT + STOP_TIMEOUT):
+        store = dist.PrefixStore(_agree_on_attempt(store, rank, size), store)
     timeout = datetime.timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=size)
     atexit.register(dist.destroy_process_group)
@@ -79,7 +80,7 @@ def join_group(flags):
 
 
 class Start:
-    """How ranks wait for each other before they train, which environments may make long.
+    """How ranks wait for each other before training; environments may take long to start.
 
     Each counts beats in torchrun's store meanwhile, so that the others see that it is alive.
     SIGTERM to one rank ends all of them.
@@ -87,8 +88,9 @@ class Start:
 
     def __init__(self, store, rank, size):
         self._store, self._rank, self._size = store, rank, size
-        self._num_waits, self._is_stopping, self._is_over = 0, False, threading.Event()
-        signal.signal(signal.SIGTERM, self._stop)  # until a run catches it
+        self._num_meetings, self._is_stopping, self._is_over = 0, False, threading.Event()
+        self._is_meeting = self._has_to_stop = False
+        signal.signal(signal.SIGTERM, self._handle)  # until a run catches it
         thread = threading.Thread(target=self._beat, daemon=True)
         thread.start()
         atexit.register(lambda: (self.end(), thread.join()))
@@ -97,10 +99,21 @@ class Start:
         """Say that all ranks train from here on."""
         self._is_over.set()
 
-    def wait(self):
-        """Wait until all ranks have called this as often, or raise a TimeoutError."""
-        self._num_waits += 1
-        key, pause = f"waits/{self._num_waits}", 0.01
+    def meet(self, call):
+        """Make a collective call when all ranks are ready for it, or raise a TimeoutError."""
+        self._num_meetings += 1
+        self._is_meeting = True
+        try:
+            self._wait(f"waits/{self._num_meetings}")
+            call()
+        finally:
+            self._is_meeting = False
+        if self._has_to_stop:
+            self._stop()
+
+    def _wait(self, key):
+        """Wait until all ranks have come; then all leave, or all stop, as the first one decides."""
+        pause = 0.01
         seen = {}  # beats of another rank, and when they were as many first
         self._store.add(key, 1)
         while self._store.add(key, 0) < self._size:
@@ -110,20 +123,34 @@ class Start:
                     seen[rank] = beats, now
                 if now > seen[rank][1] + TIMEOUT:
                     raise TimeoutError(f"rank {rank} is silent")
-            if self._store.check(["stop"]):
-                self._stop()
+            if self._has_to_stop or self._store.check(["stop"]):
+                self._decide(key, "stop")
             time.sleep(pause)
             pause = min(1, 2 * pause)
+        self._decide(key, "go")
+
+    def _decide(self, key, proposal):
+        """Stop, if the first proposal of a rank for this meeting was that."""
+        if self._store.compare_set(f"{key}/decision", "", proposal) == b"stop":
+            self._stop()
 
     def _beat(self):
         with contextlib.suppress(RuntimeError):  # the store has gone
             while not self._is_over.wait(1):
-                self._store.add(f"beats/{self._rank}", 1)
-                if self._store.check(["stop"]) and not self._is_stopping:
+                with _time_limit(TIMEOUT + STOP_TIMEOUT):
+                    self._store.add(f"beats/{self._rank}", 1)
+                    has_to_stop = self._store.check(["stop"])
+                if has_to_stop and not self._is_stopping:
                     os.kill(os.getpid(), signal.SIGTERM)
                     return
 
-    def _stop(self, *_):
+    def _handle(self, *_):
+        """Stop; in a meeting only after it, since others may be in its call already."""
+        self._has_to_stop = True
+        if not self._is_meeting:
+            self._stop()
+
+    def _stop(self):
         """Exit; with status 0 where all ranks do, since torchrun starts them anew after others."""
         if self._is_stopping:
             return
@@ -136,6 +163,23 @@ class Start:
                 num_stopping = self._store.add("stopping", 0)
             status = 0 if num_stopping == self._size else status
         sys.exit(status)
+
+
+@contextlib.contextmanager
+def _time_limit(seconds):
+    """End this process if the block takes longer: calls of torchrun's store have no limit."""
+
+    def end():
+        logging.critical("torchrun's store has not answered for %d s: this learner ends", seconds)
+        os._exit(1)  # the main thread may be blocked, too
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def check_flags(flags, how="under torchrun"):
@@ -194,9 +238,9 @@ def _choose_gpu(flags, local_rank, local_size):
 def _agree_on_attempt(store, rank, size):
     """Return a name that all ranks of this start have in common, and no earlier start had.
 
-    torchrun's store may outlive a restart, with the addresses of ranks that are gone in it. Its own
-    count of restarts is one of each machine. So rank 0 draws a name, the others answer it with
-    numbers of their own, and the name holds once rank 0 has repeated those.
+    torchrun's store may outlive a restart, with the addresses of ranks that are gone in it. Its
+    restart count is per machine. So rank 0 draws a name, the others answer it with numbers of their
+    own, and the name holds once rank 0 has repeated those.
     """
     own, end = uuid.uuid4().hex, time.monotonic() + IMPORT_TIMEOUT
     if rank == 0:
@@ -220,5 +264,6 @@ def _agree_on_attempt(store, rank, size):
 
 def _end_with_torchrun(pid):
     """End, as by SIGTERM, when torchrun was killed: a thread."""
-    select.select([os.pidfd_open(pid)], [], [])
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        select.select([os.pidfd_open(pid)], [], [])
     os.kill(os.getpid(), signal.SIGTERM)

@@ -8,6 +8,7 @@ import pathlib
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 import uuid
@@ -34,9 +35,9 @@ import gala
 import monobeast
 import polybeast
 import ppo
-from beast import actors, checkpoint, servers, starvation, streams, torchrun
+from beast import actors, checkpoint, learner_group, servers, starvation, streams, torchrun
 from beast.errors import FlagError
-from beast.exchange import Exchange
+from beast.exchange import Exchange, describe_net, refuse_difference
 from beast.flags import parse_flags
 from beast.learner import Learner
 from beast.learner_group import LearnerGroup
@@ -65,7 +66,7 @@ class Torchrun(Program):
         for path in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 state = (path / "stat").read_text().rpartition(")")[2].split()[0]
-                marked = self.mark in (path / "environ").read_text().split("\0")
+                marked = self.mark.encode() in (path / "environ").read_bytes().split(b"\0")
                 if marked and state not in "ZX" and word in (path / "cmdline").read_text():
                     members.append(int(path.name))
         return members
@@ -74,7 +75,8 @@ class Torchrun(Program):
         """Return the process id of a rank."""
         for pid in self.members("rank.py"):
             with contextlib.suppress(OSError):
-                if f"RANK={number}" in pathlib.Path(f"/proc/{pid}/environ").read_text().split("\0"):
+                environ = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if f"RANK={number}".encode() in environ:
                     return pid
         return None
 
@@ -88,9 +90,10 @@ def finish(program, status=0):
 
 
 # How much ranks may differ from one learner: in metrics, in weights as a part of the largest one,
-# and in gradients as a part of the largest one of the same parameter. In float64 and float32 they
-# differ by a thirtieth of that, or less. Where bfloat16 rounds, only ranks are alike.
-TOLERANCES = {"small": (1e-12, 1e-12, 1e-12), "fp32": (1e-4, 1e-5, 1e-4), "bf16": None}
+# and in gradients as a part of the largest one of the same parameter. Of these float32 needed a
+# tenth or less on the one CPU where it was measured (metrics 2.9e-5, gradients 4.3e-6). Other CPUs
+# may add in another order. Where bfloat16 rounds, only ranks are alike.
+TOLERANCES = {"small": (1e-9, 1e-9, 1e-9), "fp32": (3e-4, 1e-5, 1e-4), "bf16": None}
 
 
 @pytest.mark.whole
@@ -173,9 +176,8 @@ def test_two_learners_train_resume_and_end_by_sigterm_as_one(tmp_path, program):
     with train(number, tmp_path, program, "--total_steps 10_000_000") as process:
         process.wait_until(lambda: last_step(folder) > 25_000)
         process.process.terminate()  # torchrun passes it on
-        status, output = process.end(40)
+        process.end(40)
         process.wait_for_members()
-    assert status != 0 or "SIGTERM" in output
     log = (folder / "out.log").read_text()
     assert "2 learners: an update sums over 8 rollouts" in log and "Resuming" in log
     assert f"was of 2 x 4 rollouts (learners x --batch_size), and now is of {number} x 4" in log
@@ -216,12 +218,11 @@ def test_a_rank_without_batches_holds_nobody_up_and_takes_part_again_later(tmp_p
         assert content["status"] == 0 and content["stats"]["step"] > step + 5000
 
 
-DEATHS = ("SIGKILL", "SIGSTOP", "fail", "cut", "SIGTERM", "torchrun SIGTERM")
 LIMIT = 40  # seconds, within which the run has ended, or has begun anew
 
 
-def lose(process, folder, how, victim):
-    """Have a rank, or torchrun, end in this way."""
+def disturb(process, folder, how, victim):
+    """Disturb a rank or torchrun."""
     if how.startswith("torchrun"):
         os.kill(process.pid, getattr(signal, how.split()[1]))
     elif how.startswith("SIG"):
@@ -235,23 +236,32 @@ def lose(process, folder, how, victim):
 @pytest.mark.parametrize(
     ("how", "restarts", "program", "victim"),
     [
-        (how, restarts, ("monobeast", "polybeast")[(i + restarts) % 2], (i // 2 + restarts) % 2)
-        for i, how in enumerate(DEATHS)
-        for restarts in (0, 1)
-    ]
-    + [("torchrun SIGKILL", 0, "monobeast", 0)],
+        ("SIGKILL", 0, "monobeast", 0),
+        ("SIGKILL", 1, "polybeast", 1),
+        ("SIGSTOP", 0, "polybeast", 0),
+        ("SIGSTOP", 1, "monobeast", 1),
+        ("fail", 0, "monobeast", 1),
+        ("fail", 1, "polybeast", 0),
+        ("cut", 0, "polybeast", 1),
+        ("cut", 1, "monobeast", 0),
+        ("SIGTERM", 0, "monobeast", 0),
+        ("SIGTERM", 1, "polybeast", 1),
+        ("torchrun SIGTERM", 0, "polybeast", 0),
+        ("torchrun SIGTERM", 1, "monobeast", 1),
+        ("torchrun SIGKILL", 0, "monobeast", 0),
+    ],
 )
 def test_the_end_of_a_rank_ends_the_run_in_time_or_has_it_started_again(
     tmp_path, how, restarts, program, victim
 ):
     folder, model, before = tmp_path / "run", tmp_path / "run" / "model.tar", shared_memory()
     arguments = "--total_steps 10_000_000 --checkpoint_interval_s 1"
-    options = f"--max-restarts {restarts} --shutdown-timeout 5"
+    options = f"--max-restarts {restarts}"
     is_wanted = "SIGTERM" in how  # and so no reason to start anew
     with train(2, tmp_path, program, arguments, options=options, TMPDIR=str(tmp_path)) as process:
         process.wait_until(lambda: model.exists() and last_step(folder) > 2000)
         first = process.rank(0)
-        lose(process, tmp_path, how, victim)
+        disturb(process, tmp_path, how, victim)
         if restarts and not is_wanted:
             process.wait_until(lambda: process.rank(0) not in (None, first), LIMIT)
             process.wait_until(lambda: "Resuming" in (folder / "out.log").read_text())
@@ -274,7 +284,6 @@ def test_the_end_of_a_rank_ends_the_run_in_time_or_has_it_started_again(
     wait_until(lambda: shared_memory() <= before)  # other programs take some for a moment
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(
     ("environment", "arguments", "message"),
     [
@@ -347,17 +356,20 @@ def test_a_rank_that_differs_is_refused_with_both_values(tmp_path, other, messag
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    ("how", "status", "message"),
+    ("how", "victim", "status", "message"),
     [
-        ("SIGTERM", 0, ""),
-        ("SIGSTOP", 1, "rank.py: another learner has ended, or has not answered for 20 s: see its"),
+        ("SIGTERM", 0, 0, ""),  # which waits for the other one
+        ("SIGTERM", 1, 0, ""),
+        ("SIGSTOP", 1, 1, "rank.py: another learner has ended, or has not answered for 20 s: see"),
     ],
 )
-def test_a_rank_that_is_ended_or_stopped_at_the_start_ends_all(tmp_path, how, status, message):
+def test_a_rank_that_is_ended_or_stopped_at_the_start_ends_all(
+    tmp_path, how, victim, status, message
+):
     options = "--max-restarts 1" if how == "SIGTERM" else ""  # which must not start them anew
     with train(2, tmp_path, "monobeast", "OTHER:late", options=options) as process:
         process.wait_until((tmp_path / "late").exists)
-        os.kill(process.rank(1), getattr(signal, how))
+        os.kill(process.rank(victim), getattr(signal, how))
         got, output = process.end(40)
         process.wait_for_members()
     assert got == status and message in output, output
@@ -365,25 +377,73 @@ def test_a_rank_that_is_ended_or_stopped_at_the_start_ends_all(tmp_path, how, st
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_wait_at_the_start_for_others_that_are_alive_but_not_for_silent_ones(monkeypatch):
-    handler = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(torchrun, "TIMEOUT", 0.5)
-    store = torch.distributed.HashStore()
+@pytest.fixture
+def start():
+    """A store, and the Start of rank 0 of two."""
+    handler, store = signal.getsignal(signal.SIGTERM), torch.distributed.HashStore()
     start = torchrun.Start(store, 0, 2)
+    yield store, start
+    start.end()
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.whole  # it takes seconds
+def test_ranks_wait_at_the_start_for_others_that_are_alive_but_not_for_silent_ones(
+    monkeypatch, start
+):
+    monkeypatch.setattr(torchrun, "TIMEOUT", 5)
+    store, start = start
 
     def be_rank_1():
-        for _ in range(20):
+        for _ in range(60):
             store.add("beats/1", 1)
             time.sleep(0.1)
         store.add("waits/1", 1)  # the first wait
 
-    thread = Thread(be_rank_1)
-    start.wait()
+    thread, calls = Thread(be_rank_1), []
+    start.meet(lambda: calls.append(1))
     thread.result()
+    monkeypatch.setattr(torchrun, "TIMEOUT", 0.5)
     with pytest.raises(TimeoutError, match="rank 1 is silent"):
-        start.wait()
-    start.end()
-    signal.signal(signal.SIGTERM, handler)
+        start.meet(lambda: calls.append(2))
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("is_in_call", [False, True])
+def test_a_rank_that_waits_at_the_start_and_gets_sigterm_leaves_no_other_one_alone_in_a_call(
+    start, is_in_call
+):
+    store, start = start
+
+    def be_rank_1():
+        wait_until(lambda: store.add("waits/1", 0) == 1)  # rank 0 waits
+        if is_in_call:
+            store.compare_set("waits/1/decision", "", "go")
+        os.kill(os.getpid(), signal.SIGTERM)
+        if is_in_call:
+            store.add("waits/1", 1)
+        wait_until(lambda: store.check(["stop"]))
+        store.add("stopping", 1)
+
+    thread, calls = Thread(be_rank_1), []
+    with pytest.raises(SystemExit) as stop:
+        start.meet(lambda: calls.append(1))
+    thread.result()
+    assert stop.value.code == 0 and calls == [1] * is_in_call
+    assert store.get("waits/1/decision") == (b"go" if is_in_call else b"stop")
+
+
+def test_a_rank_ends_where_calls_of_the_store_do_not_return(monkeypatch, start):
+    statuses, is_over, (_, start) = [], threading.Event(), start
+    monkeypatch.setattr(torchrun, "STOP_TIMEOUT", 0.1 - torchrun.TIMEOUT)
+
+    def end(status):
+        statuses.append(status)
+        is_over.set()
+
+    monkeypatch.setattr(torchrun.os, "_exit", end)
+    start._store = SimpleNamespace(add=lambda *_: is_over.wait(60), check=lambda *_: False)
+    assert is_over.wait(60) and statuses == [1]
 
 
 def test_fewer_servers_than_learners_are_refused():
@@ -404,7 +464,7 @@ def test_the_rank_of_updates_that_are_not_finite_is_named_and_writes_its_batch(t
         assert process.end(40)[0] != 0
         process.wait_for_members()
     assert "not finite (1 in all" in (folder / "out.log").read_text()
-    assert "See learners [1]" in (folder / "out.log").read_text()
+    assert "See the logs of learners [1]" in (folder / "out.log").read_text()
     assert "Its batch comes from {'actors': [0, 0, 0, 0]}" in (folder / "out.rank1.log").read_text()
     assert load(folder / "bad_batch.rank1.tar")["batch"]["reward"].isnan().any()
     assert not (folder / "bad_batch.tar").exists()
@@ -458,6 +518,48 @@ def test_a_net_whose_forward_pass_changes_a_buffer_is_refused_by_name(group):
     model(torch.randn(3, 2))
     with pytest.raises(FlagError, match="changes the net's buffer '1.running_mean'"):
         group.sum(model, {"steps": 1.0})
+
+
+def test_a_forward_pass_that_changes_the_shape_of_a_buffer_is_refused(group):
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("cache", torch.ones(3), persistent=False)
+    share(group, model)
+    for size in (1, 2):
+        model.cache = torch.ones(size)
+        with pytest.raises(FlagError, match="changes the net's buffer 'cache'"):
+            group.sum(model, {"steps": 1.0})
+
+
+def test_nets_whose_buffers_differ_are_refused_though_those_are_not_saved():
+    nets = [torch.nn.Linear(2, 2) for _ in range(2)]
+    for size, net in zip((1, 4), nets, strict=True):
+        net.register_buffer("cache", torch.ones(size), persistent=False)
+    with pytest.raises(FlagError, match=r"'cache': 'torch.float32 \[1\]'.*'torch.float32 \[4\]'"):
+        refuse_difference("net", *(("", describe_net(net)) for net in nets))
+
+
+@pytest.mark.parametrize("is_reused", [False, True])
+def test_a_rank_that_is_stopped_before_the_last_barrier_is_killed_and_no_other_process(
+    group, monkeypatch, is_reused
+):
+    def fail():
+        raise RuntimeError  # without a message
+
+    monkeypatch.setattr(torch.distributed, "barrier", fail)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            process.send_signal(signal.SIGSTOP)
+            wait_until(lambda: learner_group._state(process.pid)[0] == "T")
+            begin = learner_group._state(process.pid)[1]
+            begin = "1" if is_reused else begin  # of another process, which had the id before
+            group._processes = [(learner_group._machine(), process.pid, begin)]
+            group.leave(is_over=True)
+            if is_reused:
+                assert learner_group._state(process.pid)[0] == "T"
+            else:
+                assert process.wait(60) == -signal.SIGKILL
+        finally:
+            process.kill()
 
 
 def test_returns_are_kept_until_an_update_takes_them(group):
@@ -580,3 +682,7 @@ def test_a_checkpoint_of_another_number_of_learners_is_resumed_with_a_warning(tm
     flags.num_learners = 4
     assert checkpoint.resume(flags, small_run.create_learner(flags))
     assert "was of 1 x 1 rollouts (learners x --batch_size), and now is of 4 x 1" in caplog.text
+    caplog.clear()
+    flags.elastic = "localhost:1"  # which says nothing of a number
+    assert checkpoint.resume(flags, small_run.create_learner(flags))
+    assert "rollouts" not in caplog.text

@@ -5,13 +5,14 @@ import importlib.metadata
 import logging
 import os
 import re
+import subprocess
 
 import pytest
 from program import read_meta, read_rows
 from small_run import create_learner, parse, save, update
 from test_atomic_files import fill
 
-from beast import checkpoint
+from beast import checkpoint, run_folder
 from beast.errors import FlagError
 from beast.run_folder import RunFolder
 
@@ -32,6 +33,28 @@ def open_folder():
     for folder in folders:
         if not folder._lock.closed:
             folder.close("ended")
+
+
+def test_changes_of_the_code_are_described_alike_whatever_the_configuration_of_git(
+    tmp_path, monkeypatch
+):
+    def git(*arguments):
+        subprocess.run(["git", "-C", tmp_path, *arguments], check=True, capture_output=True)
+
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "run_folder.py"))
+    path = tmp_path / "caf\u00e9"
+    path.write_text("1\n" * 20)
+    git("init")
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "first")
+    before = run_folder.describe_code()
+    path.write_bytes(b"1\n" * 20 + "\u00e9".encode("latin-1"))  # not UTF-8
+    changed = run_folder.describe_code()
+    assert "None" not in changed and changed != before
+    options = ("core.abbrev 12", "diff.noprefix true", "diff.context 1", "color.diff always")
+    for option in (*options, "core.quotePath false", "diff.external false"):
+        git("config", *option.split())
+        assert run_folder.describe_code() == changed, option
 
 
 def test_a_folder_in_use_is_refused_until_it_is_free(tmp_path, open_folder):

@@ -73,7 +73,7 @@ class Program:
         for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
             try:
                 state, _, _, session, *_ = path.read_text().rpartition(")")[2].split()
-                command = (path.parent / "cmdline").read_text()
+                command = (path.parent / "cmdline").read_text(errors="replace")
             except (FileNotFoundError, ProcessLookupError):
                 continue  # it has just ended
             if int(session) == self.pid and state not in "ZX" and word in command:

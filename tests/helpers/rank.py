@@ -171,6 +171,7 @@ def main():
         for name in NETS:
             found.exchange = Exchange()
             content[name] = learn(program, name, found.size, found)
+        found.leave(is_over=True)
     else:
         made, found = [], None
 
