@@ -126,7 +126,8 @@ def _fill_in(parser, argv, flags):
     """Return the flags with what the command line leaves open; refuse what cannot be."""
     if flags.xpid is None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        flags.xpid = f"torchbeast-{now}" if flags.mode == "train" else "latest"
+        name = flags.program.removesuffix(".py")
+        flags.xpid = f"{name}-{now}" if flags.mode == "train" else "latest"
     if flags.xpid == "latest":
         if not run_path(flags).exists():
             raise FlagError(f"there is no run in {flags.savedir} yet")

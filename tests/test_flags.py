@@ -180,8 +180,9 @@ def test_a_test_of_a_run_that_is_not_there_lists_those_that_are(tmp_path):
         parse(tmp_path, "--xpid new --mode test --best")
 
 
-def test_a_run_without_a_name_is_named_by_the_time_and_a_test_takes_the_latest(tmp_path):
-    assert re.match(r"torchbeast-2\d{7}-\d{6}$", parse(tmp_path, "").xpid)
+def test_a_run_without_a_name_is_named_by_program_and_time_and_a_test_takes_the_latest(tmp_path):
+    flags = parse_flags(polybeast.parser, ["--savedir", str(tmp_path)])
+    assert re.match(r"polybeast-2\d{7}-\d{6}$", flags.xpid)
     for arguments in ("--mode test", "--xpid latest"):
         with pytest.raises(FlagError, match="there is no run in"):
             parse(tmp_path, arguments)
