@@ -30,7 +30,7 @@ def add_run_flags(parser):
                      "ale-py's AtariVectorEnv, whose games differ a little (docs/ale_vector.md) "
                      "and for which create_env is not called. --mode test always plays with gym.")
     run.add_argument("--xpid", help="Name of the run; one that has a checkpoint is resumed. "
-                     "By default a new name, made of the time; to test, the latest run.")
+                     "By default a new name, of program and time; to test, the latest run.")
     run.add_argument("--savedir", default="~/logs/torchbeast", help="Folder of all runs.")
     run.add_argument("--seed", type=non_negative(int), help="Seed of environments, model and "
                      "action sampling. By default a random one, which meta.json holds.")
