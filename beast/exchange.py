@@ -36,11 +36,12 @@ class Exchange:
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def _check_buffers(self, model):
+        def is_same(x, y):
+            return torch.isclose(x, y, rtol=0, atol=0, equal_nan=True).all()
+
         for name, buffer in model.named_buffers():
-            before = self._buffers[name]
-            if buffer.shape != before.shape or not (
-                torch.isclose(buffer, before, rtol=0, atol=0, equal_nan=True).all()
-            ):
+            before = self._buffers.get(name)  # None: the forward pass has added it
+            if before is None or buffer.shape != before.shape or not is_same(buffer, before):
                 raise FlagError(
                     f"a forward pass changes the net's buffer {name!r}, which would then "
                     "differ between learners: use a layer without such statistics (GroupNorm or "

@@ -18,7 +18,7 @@ import signal
 import torch.distributed as dist
 
 from beast.errors import EnvError, FlagError
-from beast.exchange import Exchange, describe_net, refuse_difference
+from beast.exchange import Exchange, refuse_difference
 from beast.starvation import Starvation
 
 TIMEOUT = 20  # seconds for an update, after which a rank that does not take part is lost
@@ -127,7 +127,6 @@ class LearnerGroup:
 
     def share_state(self, learner):
         """Have all learners begin with the weights, optimizer and counts of rank 0."""
-        self.check_same("net", describe_net(learner.model))
         self.check_same("optimizer", type(learner.optimizer).__name__)
         state = [learner.state() if self.rank == 0 else None]
         self._meet(lambda: dist.broadcast_object_list(state))

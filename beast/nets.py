@@ -10,6 +10,7 @@ import torch
 from beast import learner_group
 from beast.environments import map_nest
 from beast.errors import FlagError
+from beast.exchange import describe_net
 from beast.spaces import count_actions, empty_actions, empty_observation
 from libtorchbeast.rows import DTYPES
 
@@ -57,6 +58,7 @@ def create_net(net_class, observation_space, action_space, **arguments):
         ) from error
     _check_outputs(outputs, rows, where)
     _check_state(state, new_state, where)
+    learner_group.current().check_same("net", describe_net(model))
     return model, (rows, outputs, new_state)
 
 

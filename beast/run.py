@@ -129,7 +129,8 @@ class Run:
                 self.exit_status = 0 if self._group.by_torchrun else 128 + self._signals.first
             self._signals.restore()
             self._folder.close(status, error)
-        if failure and error is None:
+        is_wanted = self._group.by_torchrun and self._signals.first  # so nothing is to start anew
+        if failure and error is None and not is_wanted:
             raise FlagError(failure)
 
     def _take_folder(self, at_end=False):

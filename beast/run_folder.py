@@ -224,7 +224,8 @@ def describe_code():
     """Return the commit of this repository, with a hash of changes that are not committed."""
     # The same text for the same changes, whatever the clone and the user's configuration of git.
     options = "--full-index --no-ext-diff --no-textconv --no-color --no-renames --unified=3"
-    options += " --diff-algorithm=myers --src-prefix=a/ --dst-prefix=b/"
+    options += " --diff-algorithm=myers --src-prefix=a/ --dst-prefix=b/ --no-relative"
+    options += " --inter-hunk-context=0"
     changes = run_git("-c", "core.quotePath=true", "diff", *options.split(), "HEAD") or ""
     changes = hashlib.sha256(changes.encode()).hexdigest()[:8]
     return f"{run_git('rev-parse', 'HEAD')} with changes {changes}"

@@ -23,6 +23,7 @@ from beast.run_folder import describe_code
 
 IMPORT_TIMEOUT = 300  # seconds for all ranks to import what they need
 STOP_TIMEOUT = 5  # seconds in which the others answer a rank that was asked to stop at the start
+PARENT = os.getppid()  # asked before others are waited for, meanwhile torchrun may end
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # that torchrun sets
 
 
@@ -59,13 +60,13 @@ def join_group(flags):
     device = _choose_gpu(flags, *(int(variables[name]) for name in VARIABLES[2:]))
     # Else a rank that is lost would abort the others, before they have saved.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    store, _, _ = next(dist.rendezvous("env://"))
-    with _time_limit(IMPORT_TIMEOUT + STOP_TIMEOUT):
-        store = dist.PrefixStore(_agree_on_attempt(store, rank, size), store)
     timeout = datetime.timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=size)
+    with _time_limit(IMPORT_TIMEOUT + STOP_TIMEOUT):
+        store, _, _ = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(_agree_on_attempt(store, rank, size), store)
+        dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=size)
     atexit.register(dist.destroy_process_group)
-    threading.Thread(target=_end_with_torchrun, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_torchrun, args=(PARENT,), daemon=True).start()
     if rank > 0:  # it has a log of its own
         for handler in logging.getLogger().handlers:
             handler.setLevel(logging.WARNING)

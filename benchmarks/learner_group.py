@@ -100,7 +100,7 @@ def run(num_ranks, **options):
         "--worker",
         *arguments,
     ]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
@@ -133,7 +133,8 @@ def main():
             times.setdefault(f"one learner, 2 threads, batch {2 * B}", []).append(1e3 * one)
             times.setdefault(f"two learners, a thread each, batch {B}", []).append(1e3 * two)
             times.setdefault("of it in the exchange, waits included", []).append(1e3 * exchange)
-        print("| | ms an update |\n|---|---|")
+            times.setdefault("the exchange, %", []).append(100 * exchange / two)
+        print("| | ms an update, or % of it |\n|---|---|")
         for what, values in times.items():
             print(f"| {what} | {show(values)} |")
         for gigabits in (10, 100):

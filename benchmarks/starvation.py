@@ -29,6 +29,8 @@ FLAGS = "--xpid run --num_actors 1 --envs_per_actor 8 --disable_cuda --disable_c
 
 
 def be_rank():
+    os.environ["STARVATION_RANK"] = os.environ["LOCAL_RANK"]  # which its actors do not see
+
     import monobeast
     from beast import run
 
@@ -52,11 +54,11 @@ def find_actors(rank):
     actors = []
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         try:
-            command = (path / "cmdline").read_text()
-            environment = (path / "environ").read_text().split("\0")
+            command = (path / "cmdline").read_bytes()
+            environment = (path / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if "forkserver" in command and f"LOCAL_RANK={rank}" in environment:
+        if b"forkserver" in command and f"STARVATION_RANK={rank}".encode() in environment:
             actors.append(int(path.name))
     return actors
 

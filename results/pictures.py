@@ -49,6 +49,10 @@ COMPARED = {  # rows of that picture: their folders of runs, by arm
     "Pong": ("atari/pong-1[1-5]", "tuning/unclipped/pong-*"),
     "MinAtar Breakout": ("minatar/breakout-*", "tuning/unclipped/minatar-breakout"),
 }
+LEARNERS = {  # panels of that picture: folders of runs of one learner, and of several
+    "MinAtar Breakout": ("minatar/breakout-*", "learners/breakout-*"),
+    "Pong": ("atari/pong-1[1-5]", "learners/pong-*"),
+}
 LABELS = {  # suites, and by which flag their runs differ besides the seed
     "atari": None,
     "minatar": None,
@@ -211,6 +215,34 @@ def draw_staleness(name="staleness"):
     figure.savefig(HERE / f"{name}.png")
 
 
+def draw_learners(name="learners"):
+    """Draw runs of one learner and of several, and print a row for each."""
+    figure, axes = panels(LEARNERS)
+    print(f"\n{name}\n\n| run | learners x batch | steps | last 100 games | highest | policy lag |")
+    print("|---|---|---|---|---|---|")
+    for panel, patterns in zip(axes, LEARNERS.values(), strict=True):
+        labeled = set()
+        for path in (path for pattern in patterns for path in sorted(HERE.glob(pattern))):
+            run = read_run(str(path), notes=[])
+            flags, (steps, returns) = run.meta["flags"], finite(run, RETURN)
+            number = flags.get("num_learners", 1)
+            label = f"{number} learner{'s' * (number > 1)}"
+            panel.plot(
+                steps / 1e6, returns, color=f"C{number // 2}", linewidth=0.9,
+                label=None if label in labeled else label,
+            )  # fmt: skip
+            labeled.add(label)
+            lag = finite(run, "policy_lag_mean")[1].mean()
+            print(
+                f"| {run.name} | {number} x {flags['batch_size']} | {steps[-1] / 1e6:.2f} M "
+                f"| {returns[-1]:.4g} | {returns.max():.4g} | {lag:.1f} |"
+            )
+        panel.legend(fontsize=7)
+        panel.set_xlabel("million agent steps")
+    figure.suptitle("mean return of the last 100 games in training")
+    figure.savefig(HERE / f"{name}.png")
+
+
 def draw_consensus(name="consensus"):
     """Draw the agents' distance from their mean beside its bound, and print their ratio."""
     runs = [run for runs in read_suite(name).values() for run in runs]
@@ -242,6 +274,7 @@ if __name__ == "__main__":
         if (HERE / suite).exists():
             draw_suite(suite, flag)
     draw_diagnostics()
+    draw_learners()
     if (HERE / "staleness").exists():
         draw_staleness()
     if (HERE / "consensus").exists():

@@ -125,8 +125,12 @@ def test_a_net_whose_forward_pass_changes_a_buffer_is_refused_by_name(group):
         group.sum(model, {"steps": 1.0})
 
 
-def test_a_forward_pass_that_changes_the_shape_of_a_buffer_is_refused(group):
+def test_a_forward_pass_that_adds_a_buffer_or_changes_its_shape_is_refused(group):
     model = torch.nn.Linear(2, 2)
+    share(group, model)
+    model.register_buffer("late", torch.ones(1))
+    with pytest.raises(FlagError, match="changes the net's buffer 'late'"):
+        group.sum(model, {"steps": 1.0})
     model.register_buffer("cache", torch.ones(3), persistent=False)
     share(group, model)
     for size in (1, 2):

@@ -41,7 +41,8 @@ def test_changes_of_the_code_are_described_alike_whatever_the_configuration_of_g
     def git(*arguments):
         subprocess.run(["git", "-C", tmp_path, *arguments], check=True, capture_output=True)
 
-    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "run_folder.py"))
+    (tmp_path / "beast").mkdir()
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "beast" / "run_folder.py"))
     path = tmp_path / "caf\u00e9"
     path.write_text("1\n" * 20)
     git("init")
@@ -52,7 +53,8 @@ def test_changes_of_the_code_are_described_alike_whatever_the_configuration_of_g
     changed = run_folder.describe_code()
     assert "None" not in changed and changed != before
     options = ("core.abbrev 12", "diff.noprefix true", "diff.context 1", "color.diff always")
-    for option in (*options, "core.quotePath false", "diff.external false"):
+    options += ("core.quotePath false", "diff.external false", "diff.relative true")
+    for option in (*options, "diff.interHunkContext 5"):
         git("config", *option.split())
         assert run_folder.describe_code() == changed, option
 

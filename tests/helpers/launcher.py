@@ -28,7 +28,7 @@ class Torchrun(Program):
         members = []
         for path in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+                state = (path / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
                 marked = self.mark.encode() in (path / "environ").read_bytes().split(b"\0")
                 if marked and state not in "ZX" and word in (path / "cmdline").read_text():
                     members.append(int(path.name))

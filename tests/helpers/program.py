@@ -72,7 +72,8 @@ class Program:
         members = []
         for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
             try:
-                state, _, _, session, *_ = path.read_text().rpartition(")")[2].split()
+                stat = path.read_text(errors="replace")
+                state, _, _, session, *_ = stat.rpartition(")")[2].split()
                 command = (path.parent / "cmdline").read_text(errors="replace")
             except (FileNotFoundError, ProcessLookupError):
                 continue  # it has just ended
