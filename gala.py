@@ -45,7 +45,7 @@ from beast.environments import Environments, try_out
 from beast.errors import FlagError
 from beast.flags import add_run_flags, parse_flags, run_program
 from beast.fork_server import start_fork_server
-from beast.learner import Learner, get_device
+from beast.learner import Learner, get_device, keep_freed_memory
 from beast.machine import count_cores
 from beast.mailboxes import Mailboxes
 from beast.metrics import to_floats
@@ -55,6 +55,7 @@ from beast.parser import Parser, fraction, non_negative, positive
 from beast.precision import autocast, choose_precision, to_float32
 from beast.randomness import make_deterministic, seed_generators
 from beast.run import Run
+from beast.shared_memory import check_shared_memory
 from beast.threads import Threads
 from beast.weights import SharedCopies
 from libtorchbeast.rows import draw_seeds
@@ -287,7 +288,7 @@ def learn(flags, model, batch, optimizer, own_gradient=None):
 
     Args:
       batch: rollouts, [T + 1, N, ...] each.
-      own_gradient: [parameters], where the gradient is left before other agents have part in it.
+      own_gradient: [parameters], where this agent's own gradient is stored, before averaging.
     """
     optimizer.zero_grad()
     total_loss, metrics = compute_loss(flags, model, batch)
@@ -298,7 +299,7 @@ def learn(flags, model, batch, optimizer, own_gradient=None):
         average_gradients(model)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
     metrics["grad_norm"] = grad_norm
-    before = flatten(model.parameters()).clone()
+    before = flatten(model.parameters())
     if torch.isfinite(grad_norm):  # of all agents alike with --exchange allreduce
         optimizer.step()
     metrics["update_norm"] = (flatten(model.parameters()) - before).norm()
@@ -346,6 +347,8 @@ def learn_alone(flags, link, sample, net, shared_states, mailboxes, gradients, p
     """
     agent, device = link.agent, get_device(flags)
     torch.set_num_threads(max(1, count_cores() // flags.num_agents))
+    if device.type == "cpu":
+        keep_freed_memory()
     seed_generators([*link.seed, 0])
     make_deterministic(flags)
     # Copies: `net` lies in memory that all processes share, like each tensor that is sent to one.
@@ -378,11 +381,11 @@ def learn_alone(flags, link, sample, net, shared_states, mailboxes, gradients, p
 
 
 def gossip(flags, link, mailboxes, model, message, misses):
-    """Mix what has come into `model`, if all of it has; return after how many updates it had not.
+    """Mix in the in-peers' weights, if all have sent new ones; else return one miss more.
 
     Args:
       message: a net, which is overwritten.
-      misses: the updates in a row, up to this one, after which something was missing.
+      misses: the updates in a row after which weights of an in-peer were missing.
     """
     agent = link.agent
     if flags.deterministic:
@@ -455,10 +458,14 @@ def train(flags):
     optimizer = create_optimizer(flags, population)
     updates = types.SimpleNamespace(version=0, publish=lambda model: None)  # agents publish
     learner = Learner(population, optimizer, lambda step: 1.0, updates)
+    learner.device = get_device(flags)  # of the agents; the population is on the CPU
 
     with contextlib.ExitStack() as stack, Run(flags, learner) as run:
         nets = list(population.agents)
         states = [state_of(net, optimizer) for net in nets]
+        if flags.exchange == "allreduce":  # a checkpoint may be of agents that were not equal
+            for state in states[1:]:
+                torch._foreach_copy_(state, states[0])
         shared_states = SharedCopies(states[0], len(nets), "the agents' weights and optimizers")
         for shared_state, state in zip(shared_states, states, strict=True):
             torch._foreach_copy_(shared_state, state)
@@ -467,7 +474,9 @@ def train(flags):
             for i in range(len(nets))
         ]
         mailboxes = Mailboxes(in_peers, nets)
-        gradients = torch.zeros(len(nets), flatten(net.parameters()).numel()).share_memory_()
+        gradients = torch.zeros(len(nets), flatten(net.parameters()).numel())
+        check_shared_memory(gradients.nbytes, "the agents' gradients")
+        gradients.share_memory_()
         in_step = flags.exchange == "allreduce" or flags.deterministic
         consensus = Consensus(mailboxes, copy.deepcopy(net), gradients, in_step)
         port = None

@@ -3,7 +3,7 @@
 
     python ppo.py --env PongNoFrameskip-v4                  train (again with --xpid: resume)
     python ppo.py --env HalfCheetah-v5                      the same, with continuous actions
-    python ppo.py --num_epochs 1 --num_minibatches 1 --gae_lambda 1          A2C, by Adam
+    python ppo.py --num_epochs 1 --num_minibatches 1 --gae_lambda 1 --advantage_scaling none   A2C
     python ppo.py --mode test --xpid NAME                   play whole games with the checkpoint
 
     process 0: environments --+              T times: Net answers row t of all
@@ -107,7 +107,7 @@ loss.add_argument("--policy_clipping", type=positive(float), help="An action giv
                   "gradient once it is this much more (or less) probable than when it was played, "
                   f"as a ratio. {default_of('policy_clipping')}")
 loss.add_argument("--kl_target", default=0.01, type=positive(float),
-                  help="Of --penalty kl, in nats a step.")
+                  help="Target KL of --penalty kl, in nats.")
 loss.add_argument("--entropy_cost", type=non_negative(float),
                   help=f"Weight of the entropy in nats. {default_of('entropy_cost')}")
 loss.add_argument("--baseline_cost", default=0.5, type=non_negative(float),
@@ -143,7 +143,7 @@ def create_env(flags):
     if spec is not None and "ale_py" in str(spec.entry_point):
         return atari_wrappers.create_atari(flags, flags.render_mode)
     env = gym.make(flags.env, render_mode=flags.render_mode)
-    if isinstance(env.action_space, gym.spaces.Box):
+    if isinstance(env.action_space, gym.spaces.Box) and env.action_space.is_bounded():
         env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
         env = gym.wrappers.ClipAction(env)  # a Gaussian has no bounds
     return env
@@ -491,6 +491,8 @@ def check_flags(flags):
             setattr(flags, name, values[flags.continuous])
     if flags.env_backend != "gym":
         raise FlagError(f"--env_backend is {flags.env_backend}, but ppo.py steps gym's alone")
+    if flags.penalty != "kl" and flags.kl_target != parser.get_default("kl_target"):
+        raise FlagError(f"--kl_target is {flags.kl_target}, but --penalty is {flags.penalty}")
     if flags.num_envs % flags.num_groups:
         raise FlagError(
             f"--num_envs is {flags.num_envs}, which --num_groups {flags.num_groups} does not "
@@ -510,8 +512,7 @@ def check_flags(flags):
     if flags.num_minibatches > most:
         what = "environments, of which --use_gru leaves each whole" if flags.use_gru else "steps"
         raise FlagError(
-            f"--num_minibatches is {flags.num_minibatches}, but a rollout has {most} {what}: give "
-            f"at most {most}"
+            f"--num_minibatches is {flags.num_minibatches}, but a rollout has {most} {what}"
         )
 
 

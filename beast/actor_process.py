@@ -37,15 +37,19 @@ class FreeBuffers:
         self._heartbeat[0] = time.monotonic()
 
 
-def actor_main(act, pipe, *args):
-    """Be an actor process: ignore signals, which are for the main process, but end with that."""
+def actor_main(act, pipe, *args, niceness=10):
+    """Be an actor process: ignore signals, which are for the main process, but end with that.
+
+    Args:
+      niceness: by default the learner comes first, and actors take what is left of the cores.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
     print_stacks_on_signal()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     exit_with_parent()
     torch.set_num_threads(1)
-    os.nice(10)  # the learner first; actors take what is left of the cores
+    os.nice(niceness)
     try:
         act(*args)
     except (EOFError, BrokenPipeError):

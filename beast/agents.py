@@ -29,7 +29,7 @@ from beast.watchdog import PATIENCE
 
 MIN_UPDATES = 100  # that end a series of deaths
 NEVER = 2**62
-HOLD, PACE = 0, 1  # numbers of updates after which agents hold, and wait to be counted
+HOLD, PACE = 0, 1  # limits on an agent's updates: where it holds, and where it waits to be counted
 AHEAD = 2  # updates that agents in step make before the first of them is counted
 HOLD_TIMEOUT = 20  # seconds for all agents to finish an update
 
@@ -163,7 +163,8 @@ class Agents:
                 cause = yield from self._read(agent)
                 if cause or not alive[agent]:
                     self._replace(agent, cause)
-            patience = min(self._patience, HOLD_TIMEOUT) if self._is_over else self._patience
+            is_short = self._is_over and not self._in_step  # in step others wait for each one
+            patience = min(self._patience, HOLD_TIMEOUT) if is_short else self._patience
             for agent, seconds in self._seconds_silent():
                 if seconds > patience and self._processes[agent].is_alive():
                     logging.warning("Agent %d was silent for %.0f s: killing it", agent, seconds)
@@ -171,7 +172,7 @@ class Agents:
 
     @contextlib.contextmanager
     def hold(self):
-        """Have all agents hold still in this block; yield which have left what they have learned.
+        """Have all agents hold still in this block; yield for each if its state is shared.
 
         `updates` has to be followed meanwhile by another thread, unless they are held for good. One
         that has died, or is late, has left nothing new in shared memory.
@@ -303,8 +304,11 @@ class Agents:
         cause = cause or describe_exit(process)
         if self._in_step:
             raise EnvError(f"agent {agent} died, for which the others wait: {cause}")
-        self._deaths[agent].count()
-        self._deaths[agent].log(f"agent {agent}", "updates", cause)
+        if self._is_over:
+            logging.error("Agent %d ended before its last update was saved: %s", agent, cause)
+        else:
+            self._deaths[agent].count()
+            self._deaths[agent].log(f"agent {agent}", "updates", cause)
         with self._condition:
             self._held[agent] = self._is_over  # then for good
             self._has_saved[agent] = False
@@ -321,7 +325,9 @@ class Agents:
         self._heartbeats[agent] = time.monotonic()
         link = AgentLink(agent, seed, deaths > 0, far_end, *shared)
         arguments = (self._learn_alone, far_end, self._flags, link, *self._args)
-        process = self._context.Process(target=actor_main, args=arguments, daemon=True)
+        process = self._context.Process(
+            target=actor_main, args=arguments, kwargs={"niceness": 0}, daemon=True
+        )
         with signals_blocked():
             process.start()
         far_end.close()

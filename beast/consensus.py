@@ -30,7 +30,7 @@ class Consensus:
     Args:
       mailboxes: the agents' Mailboxes.
       message: a net, which is overwritten.
-      gradients: [agents, parameters], the newest that each agent has left there.
+      gradients: [agents, parameters], the newest of each agent.
       in_step: whether the agents make their updates together, at most two before they are counted.
     """
 
@@ -38,7 +38,8 @@ class Consensus:
         self._mailboxes, self._message, self._gradients = mailboxes, message, gradients
         self._matrix = mailboxes.matrix()
         self._beta = torch.linalg.svdvals(self._matrix)[1:2].sum().item()  # the second, if any
-        self._norms = [deque() for _ in mailboxes.weights]  # of updates whose round is not complete
+        # Of updates whose round is not complete: few, but beside a straggler the newest.
+        self._norms = [deque(maxlen=1000) for _ in mailboxes.weights]
         self._in_step, self._round = in_step, 0
         self._lock = threading.Lock()  # while it is held, agents in step come no further
         messages = self._messages()

@@ -47,7 +47,7 @@ def add_flags(parser):
     group.add_argument("--num_test_envs", default=8, type=positive(int),
                        help="Games played at once, with one batched forward pass a step.")
     group.add_argument("--greedy", action="store_true", help="In tests and evaluations, take the "
-                       "most probable action instead of sampling.")
+                       "most probable action instead of sampling. Always on in ppo.py and gala.py.")
     group.add_argument("--best", action="store_true", help="Test the checkpoint with the highest "
                        "mean return of the last 100 games instead of the newest.")
     group.add_argument("--record_video", metavar="FOLDER", help="In a test, write each game into "

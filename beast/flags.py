@@ -22,13 +22,14 @@ def add_run_flags(parser):
     run.add_argument("--mode", default="train", choices=["train", "test", "test_render"],
                      help="Train; test: play whole games with a checkpoint; test_render: the same, "
                      "shown on screen.")
-    run.add_argument("--env", help="Atari game of ale-py (by default PongNoFrameskip-v4; with "
-                     "servers that run already, what they play). For any other environment, edit "
-                     "create_env.")
+    run.add_argument("--env", help="Environment: an Atari game of ale-py (by default "
+                     "PongNoFrameskip-v4; with servers that run already, what they play), or what "
+                     "else create_env makes.")
     run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
                      help="What steps the games in training: one environment after the other, or "
                      "ale-py's AtariVectorEnv, whose games differ a little (docs/ale_vector.md) "
-                     "and for which create_env is not called. --mode test always plays with gym.")
+                     "and for which create_env is not called; ppo.py and gala.py have gym alone. "
+                     "--mode test always plays with gym.")
     run.add_argument("--xpid", help="Name of the run; one that has a checkpoint is resumed. "
                      "By default a new name, of program and time; to test, the latest run.")
     run.add_argument("--savedir", default="~/logs/torchbeast", help="Folder of all runs.")

@@ -41,9 +41,9 @@ class ParallelEnvironments:
     Args:
       create_env: called without arguments, in the processes; returns a Gymnasium environment.
       seeds: N ints, one for each environment.
-      num_processes: that step them, each as many, or one more.
+      num_processes: among which the environments are divided evenly.
       name: put in front of error messages.
-      stall_timeout_s: PATIENCE times as long may a process be silent.
+      stall_timeout_s: a process is replaced after PATIENCE times as many seconds of silence.
 
     Attributes:
       processes: a list of Process.

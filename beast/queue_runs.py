@@ -63,9 +63,9 @@ parser.add_argument("--dry_run", action="store_true",
 
 
 def main(argv=None):
-    words = sys.argv[1:] if argv is None else argv
-    at = words.index("--") if "--" in words else len(words)
-    flags, command = parser.parse_args(words[:at]), words[at + 1 :]
+    arguments = sys.argv[1:] if argv is None else argv
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    flags, command = parser.parse_args(arguments[:at]), arguments[at + 1 :]
     start_logging()
     try:
         if not command:
@@ -117,7 +117,7 @@ def expand(words):
 
 
 def make_runs(command):
-    """Return the runs of a command with braces; refuse those that cannot be told apart."""
+    """Return the runs of a command with braces; refuse those that have one name."""
     runs = [QueuedRun(arguments) for arguments in expand(command)]
     xpid, count = collections.Counter(run.xpid for run in runs).most_common(1)[0]
     if xpid is None:
@@ -150,7 +150,8 @@ class QueuedRun:
     @property
     def action(self):
         """What the queue does with the run next."""
-        if self.meta.get("status") == "ended":
+        is_training = value_of("mode", self.command) in (None, "train")
+        if is_training and self.meta.get("status") == "ended":
             return "skip"
         return "resume" if (self.folder / CHECKPOINT).exists() else "start"
 

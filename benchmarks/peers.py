@@ -46,6 +46,7 @@ from beast.machine import count_cores  # noqa: E402
 
 START_SECONDS = 120  # that a program may take to its first update
 STOP_SECONDS = 15  # to end by itself
+NORMALIZED = "Adam; observations and rewards normalized"
 
 
 class PeerError(Exception):
@@ -125,7 +126,7 @@ PEERS = {
     "sb3-ppo-cheetah": Peer(
         f"{SB3} gymnasium[mujoco]",
         "sb3.py ppo=1 cheetah=1 envs=8 processes=0 rollout=256 epochs=10 minibatch=64",
-        (*("PPO, in turns", "2048, in 32 minibatches", 10, 8), "one", "Adam"),
+        (*("PPO, in turns", "2048, in 32 minibatches", 10, 8), "one", NORMALIZED),
     ),
     "sb3-ppo-cheetah-processes": Peer(
         f"{SB3} gymnasium[mujoco]",
@@ -133,7 +134,7 @@ PEERS = {
         (
             *("PPO, in turns", "2048, in 32 minibatches", 10, 8),
             "8 that step, main infers and learns",
-            "Adam",
+            NORMALIZED,
         ),
     ),
     # Its only version here is of 2020: it needs gym before 0.22, whose games have no wheel for
@@ -178,7 +179,7 @@ SUITES = {
         (
             *("PPO, in turns", "2048, in 32 minibatches", 10, 8),
             f"{count_cores()} that step, main infers and learns",
-            "Adam; observations and rewards normalized",
+            NORMALIZED,
         ),
     ),
 }  # fmt: skip

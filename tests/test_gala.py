@@ -564,3 +564,9 @@ def test_a_killed_agent_is_replaced_or_ends_a_run_in_step(tmp_path, exchange):
     assert saved["step"] > 0
     weights = saved["model_state_dict"]  # biases are zeros at first
     assert all(weights[f"agents.{agent}.policy.bias"].any() for agent in range(3))
+    # With allreduce agents that differ, if only by an update, become equal.
+    options = f"--exchange allreduce --total_steps {saved['step'] + 500}"
+    status, output = run(SCRIPT, arguments_of(tmp_path), options)
+    assert status == 0, output
+    first, *others = agents_of(tmp_path)
+    assert all(equal(first, other) for other in others)

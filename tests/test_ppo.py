@@ -346,11 +346,28 @@ def test_metrics_of_a_rollout_of_one_row_are_finite(column, steps, penalty, cont
         ("--num_envs 2 --unroll_length 3 --num_minibatches 7", "is 7, but a rollout has 6 steps"),
         ("--use_gru --num_envs 4 --num_minibatches 5", "a rollout has 4 environments, of which"),
         ("--env_backend ale_vector", "--env_backend is ale_vector, but ppo.py"),
+        ("--kl_target 0.02", "--kl_target is 0.02, but --penalty is clip"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(arguments, message):
     with pytest.raises(FlagError, match=message):
         parse(arguments)
+
+
+class Unbounded(gym.Env):
+    observation_space = action_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def __init__(self, render_mode=None):
+        pass
+
+
+def test_actions_without_bounds_are_taken_as_they_are():
+    gym.register("Unbounded-v0", Unbounded)
+    try:
+        env = ppo.create_env(parse("--env Unbounded-v0", continuous=True))
+        assert env.action_space == Unbounded.action_space
+    finally:
+        del gym.registry["Unbounded-v0"]
 
 
 @pytest.mark.parametrize("continuous", [False, True])

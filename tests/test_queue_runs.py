@@ -364,6 +364,16 @@ def test_runs_that_have_ended_are_skipped_and_those_with_a_checkpoint_resumed(
     assert list(rows) == ["other", "r1", "r2", "r3", "r4", "r5"]  # of an earlier queue, too
 
 
+def test_a_test_is_played_though_its_run_has_ended(tmp_path):
+    (tmp_path / "r1").mkdir()
+    (tmp_path / "r1" / "meta.json").write_text('{"status": "ended"}')
+    command = f"python ppo.py --xpid r1 --savedir {tmp_path}".split()
+    actions = [
+        queue_runs.QueuedRun([*command, "--mode", mode]).action for mode in ("train", "test")
+    ]
+    assert actions == ["skip", "start"]
+
+
 WAIT = 'wait_for("go")'
 
 
