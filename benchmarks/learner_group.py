@@ -11,6 +11,7 @@ this machine, over gloo. Prints Markdown, and what networks would take for as ma
 
 import argparse
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -100,7 +101,9 @@ def run(num_ranks, **options):
         "--worker",
         *arguments,
     ]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    # torchrun would set it, too, with a warning; the number of threads is set in the process.
+    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if num_ranks > 1 else {})
+    result = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=True)
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
