@@ -14,6 +14,7 @@ from small_run import UPDATE, B, create_batch, create_learner, parse, save, upda
 from test_atomic_files import fill, read_events
 
 from beast.errors import EnvError, FlagError
+from beast.learner_group import Alone
 from beast.processes import STOP_SIGNALS
 from beast.run import MAX_SKIPPED, Run
 
@@ -183,6 +184,17 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error_that_says_what_is_
     with start(small_disk) as run:
         record(run)
     assert load(small_disk / "run" / "model.tar")["step"] == 200
+
+
+def test_torchrun_does_not_start_a_stopped_run_anew_because_the_disk_is_full(small_disk):
+    with start(small_disk) as run:
+        run._group = Alone()
+        run._group.by_torchrun = True
+        record(run)
+        filler = fill(small_disk)
+        run._signals.first = signal.SIGTERM
+    assert run.exit_status == 0
+    filler.unlink()
 
 
 def test_a_profiler_trace_is_written(tmp_path):
