@@ -43,8 +43,8 @@ def add_run_flags(parser):
     run.add_argument("--disable_cuda", action="store_true", help="Learn on the CPU.")
     run.add_argument("--precision", choices=["fp32", "bf16"],
                      help="Number format of the net's layers before the LSTM, in actors and "
-                     "learner; all else is float32. By default bf16 on devices that multiply in "
-                     "it, fp32 on others.")
+                     "learner; all else is float32. By default bf16 on devices that multiply "
+                     "faster in it, fp32 on others.")
     run.add_argument("--write_profiler_trace", action="store_true",
                      help="Write a trace of 20 updates into the run's folder.")
     run.add_argument("--stall_timeout_s", default=60, type=positive(float),

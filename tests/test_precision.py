@@ -81,11 +81,32 @@ def test_each_device_computes_in_what_it_and_the_net_are_good_at_unless_given(
 
 
 @pytest.mark.parametrize("features", ["avx512_bf16", "amx_bf16", ""])
-def test_whether_a_processor_multiplies_in_bfloat16(monkeypatch, features):
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_a_processor_has_bf16_if_it_multiplies_in_it_and_faster_so(
+    monkeypatch, features, is_faster
+):
     capabilities = {"avx512_f": True, "avx512_bf16": False, "cpu_name": "x"}
     capabilities |= {feature: True for feature in features.split()}
+    times = {torch.float32: 2.0, torch.bfloat16: 1.0 if is_faster else 3.0}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert precision.has_bf16(torch.device("cpu")) == bool(features)
+    monkeypatch.setattr(precision, "time_of_product", times.get)
+    has_bf16 = precision.has_bf16.__wrapped__  # what it answered before is kept
+    assert has_bf16(torch.device("cpu")) == (bool(features) and is_faster)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_timed_with_one_thread_and_others_keep_theirs(monkeypatch, dtype):
+    num_threads = torch.get_num_threads()
+    multiply, seen = torch.mm, []
+
+    def mm(a, b):
+        seen.append((a.dtype, torch.get_num_threads()))
+        return multiply(a, b)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    assert precision.time_of_product(dtype) > 0
+    assert set(seen) == {(dtype, 1)}
+    assert torch.get_num_threads() == num_threads
 
 
 def draw():
