@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GALA: gossip against its theory, the loss against its definition, and the program."""
 
+import concurrent.futures
 import contextlib
 import copy
 import math
@@ -277,23 +278,35 @@ def test_the_loss_is_that_of_ppo_as_a2c():
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-def test_agents_with_averaged_gradients_are_one_with_all_environments(monkeypatch):
-    model, flags = Table(), parse("--exchange allreduce")
+def test_agents_with_averaged_gradients_are_one_with_all_environments(tmp_path):
+    model, flags = Table(), parse()
     rows = make_rows(model)
     for name in ("truncated", "done"):
         rows[name][:] = False  # or the parts would have other numbers of transitions
-    halves = [{name: x[:, part] for name, x in rows.items()} for part in (slice(3), slice(3, 6))]
-    gala.compute_loss(flags, model, halves[1])[0].backward()
-    other = gala.flatten(p.grad for p in model.parameters())
-    monkeypatch.setattr(gala.dist, "all_reduce", lambda x: x.add_(other))
-    monkeypatch.setattr(gala.dist, "get_world_size", lambda: 2)
-    model.zero_grad()
-    gala.compute_loss(flags, model, rows)[0].backward()
-    expected = gala.flatten(p.grad for p in model.parameters())
-    model.zero_grad()
-    gala.compute_loss(flags, model, halves[0])[0].backward()
-    gala.average_gradients(model)
-    torch.testing.assert_close(gala.flatten(p.grad for p in model.parameters()), expected)
+    parts = [{name: x[:, part] for name, x in rows.items()} for part in (slice(3), slice(3, 6))]
+    paths, spawn = [str(tmp_path / "store")] * 2, multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(2, spawn) as pool:
+        weights = list(pool.map(learn_with_averages, range(2), parts, paths, timeout=120))
+    expected = learn_five_times(flags, rows)
+    assert not torch.equal(expected, gala.flatten(model.parameters()))
+    for of_agent in weights:
+        torch.testing.assert_close(of_agent, expected, rtol=0, atol=1e-12)
+    assert torch.equal(*weights)
+
+
+def learn_with_averages(agent, rows, path):
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(path)
+    torch.distributed.init_process_group("gloo", store=store, rank=agent, world_size=2)
+    return learn_five_times(parse("--exchange allreduce"), rows)
+
+
+def learn_five_times(flags, rows):
+    model = Table()
+    optimizer = gala.create_optimizer(flags, model)
+    for _ in range(5):
+        gala.learn(flags, model, rows, optimizer)
+    return gala.flatten(model.parameters())
 
 
 @pytest.mark.parametrize(
