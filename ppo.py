@@ -37,6 +37,7 @@ import atari_wrappers
 import vtrace
 from beast import diagnostics, evaluate
 from beast.collect import collect
+from beast.environment_groups import EnvironmentGroups
 from beast.environments import Environments, map_nest, try_out
 from beast.errors import FlagError
 from beast.flags import add_run_flags, parse_flags, run_program
@@ -45,7 +46,6 @@ from beast.machine import count_cores
 from beast.metrics import is_finite, means, to_floats
 from beast.nets import create_net
 from beast.normalizer import Normalizer, RewardScaler
-from beast.parallel_environments import EnvironmentGroups
 from beast.parser import Parser, fraction, non_negative, positive
 from beast.precision import autocast, choose_precision, to_float32
 from beast.randomness import make_deterministic, seed_generators

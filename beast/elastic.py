@@ -32,7 +32,7 @@ import torch.distributed as dist
 from beast import learner_group
 from beast.checkpoint import NOT_RESUMED
 from beast.errors import EnvError, FlagError
-from beast.exchange import Exchange, describe_net, refuse_difference
+from beast.exchange import Exchange, refuse_difference
 from beast.randomness import seed_generators
 from beast.run_folder import describe_code
 from beast.starvation import Starvation
@@ -180,7 +180,6 @@ class ElasticGroup:
                 return
 
     def share_state(self, learner):
-        self.check_same("net", describe_net(learner.model))
         self.check_same("device", learner.device.type)
         self.check_same("optimizer", type(learner.optimizer).__name__)
         # Else learners that resume one checkpoint would all draw the same actions' noise.

@@ -186,63 +186,6 @@ class ParallelEnvironments:
         row["last_action"][columns] = self._shared[1].numpy()[columns]
 
 
-class EnvironmentGroups:
-    """Groups of environments, each stepped while another is answered, as Run.watch wants them.
-
-    Args:
-      create_env, stall_timeout_s: as of ParallelEnvironments.
-      seeds: of all environments.
-      num_groups: of as many environments each.
-      num_processes: of each group.
-
-    Attributes:
-      groups: a list of ParallelEnvironments.
-    """
-
-    def __init__(self, create_env, seeds, num_groups, num_processes, stall_timeout_s=60):
-        self.groups = []
-        with contextlib.ExitStack() as stack:  # which closes those before one that fails
-            stack.callback(self.close)
-            for i, part in enumerate(np.array_split(seeds, num_groups)):
-                name = f"group {i}" if num_groups > 1 else "environments"
-                arguments = create_env, part.tolist(), num_processes, name, stall_timeout_s
-                self.groups.append(ParallelEnvironments(*arguments))
-            stack.pop_all()
-
-    def waits(self):
-        return {}
-
-    def metrics(self):
-        return {"process_restarts": sum(process.deaths.total for process in self._processes)}
-
-    def texts(self, metrics):
-        return {}
-
-    def silences(self):
-        """Return a tuple of each process that has something to do, as a Watchdog wants them."""
-        now = time.monotonic()
-        return [
-            (process.name, "steps its environments", now - process.asked_at, process.pid)
-            for process in self._processes
-            if process.is_asked
-        ]
-
-    def pids(self):
-        return [process.pid for process in self._processes]
-
-    def wake(self):
-        for group in self.groups:
-            group.wake()
-
-    def close(self):
-        for group in self.groups:
-            group.close()
-
-    @property
-    def _processes(self):
-        return [process for group in self.groups for process in group.processes]
-
-
 class Process:
     """A process that steps environments, as the main process sees it, and those that replace it."""
 

@@ -22,7 +22,7 @@ from test_ppo import Table, make_rows
 
 import gala
 import ppo
-from beast.agents import AgentLink
+from beast.agent_link import AgentLink
 from beast.environments import Environments
 from beast.errors import FlagError
 from beast.learner import Batch

@@ -17,9 +17,10 @@ from catch_env import Catch, Counter
 from program import shared_memory, wait_until
 
 from beast import parallel_environments
+from beast.environment_groups import EnvironmentGroups
 from beast.environments import Environments, map_nest
 from beast.errors import EnvError
-from beast.parallel_environments import EnvironmentGroups, ParallelEnvironments, Process
+from beast.parallel_environments import ParallelEnvironments, Process
 from libtorchbeast.rows import draw_seeds
 
 SEEDS = draw_seeds([3, 1], 5)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an agent of gala.py, a process, knows of the main process and of other agents."""
+
+import time
+
+import torch
+
+from beast.environments import map_nest
+from beast.metrics import is_finite
+from beast.run import ENDS, MAX_SKIPPED
+
+NEVER = 2**62
+HOLD, PACE = 0, 1  # limits on an agent's updates: where it holds, and where it waits to be counted
+
+
+class AgentLink:
+    """An agent's end of its pipe, and what it shares with the others.
+
+    Attributes:
+      agent: its number.
+      seed: a list of ints, another one for each process.
+      is_replacement: whether it takes the place of one that died.
+      rounds: of all agents, how many updates each has made: shared memory.
+    """
+
+    def __init__(self, agent, seed, is_replacement, pipe, rounds, limits, heartbeats):
+        self.agent, self.seed, self.is_replacement = agent, seed, is_replacement
+        self.rounds = rounds
+        self._pipe, self._limits, self._heartbeats = pipe, limits, heartbeats
+        self._skipped = 0  # updates in a row
+
+    def report(self, metrics, batch):
+        """Count an update; give the main process its metrics, and rows in which episodes end.
+
+        Raises:
+          FloatingPointError: too many updates in a row were not finite: a replacement begins with
+            other weights.
+        """
+        finite = is_finite(metrics)
+        rows = {name: batch.cpu_rows[name] for name in ENDS} if finite else batch.cpu_rows
+        self._pipe.send(("update", (metrics, map_nest(torch.Tensor.numpy, rows))))
+        self._skipped = 0 if finite else self._skipped + 1
+        if self._skipped == MAX_SKIPPED:
+            raise FloatingPointError(f"{MAX_SKIPPED} updates in a row were not finite")
+        self.rounds[self.agent] += 1
+        self._heartbeats[self.agent] = time.monotonic()
+        self.wait_until(lambda: self.rounds[self.agent] < self._limits[PACE])
+
+    def has_to_hold(self):
+        return bool(self.rounds[self.agent] >= self._limits[HOLD])
+
+    def hold(self):
+        """Say that what it has learned lies in shared memory, and wait until it may go on."""
+        self._pipe.send(("held", None))
+        self._pipe.recv()
+        self._heartbeats[self.agent] = time.monotonic()
+
+    def wait_until(self, condition):
+        """Wait until a condition is true; return whether it is, or this agent has to hold.
+
+        Raises:
+          EOFError: the main process has closed the pipe.
+        """
+        while not condition():
+            if self.has_to_hold():
+                return False
+            if self._pipe.poll():
+                raise EOFError
+            self._heartbeats[self.agent] = time.monotonic()  # to wait for others is no silence
+            time.sleep(0.0005)
+        return True
