@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# What a machine with a GPU has to show, in three parts of less than ten minutes, each of which can
+# What a machine with a GPU has to show, in four parts of less than ten minutes, each of which can
 # begin on a bare machine:
 #
 #   bash benchmarks/gpu.sh first     machine setup tests environments net
 #   bash benchmarks/gpu.sh second    setup contended sweep
 #   bash benchmarks/gpu.sh third     setup pong trace
+#   bash benchmarks/gpu.sh fourth    setup ppo gala
 #   bash benchmarks/gpu.sh STAGE...
 #
 #   machine       what is there: GPU, cores, memory, packages
@@ -17,6 +18,7 @@
 #   sweep         whole programs at many settings, for seconds each
 #   pong          PolyBeast until Pong's mean return passes 18, or for 4 minutes, with its log
 #   trace         profile of the learner, alone and in PolyBeast
+#   ppo, gala     the same as pong with these programs, for 3 minutes each
 #
 # Results go to $OUT (default: ./gpu_results) as they come: a file STAGE.txt, what is named in it, and
 # the folders environments/ and runs/. A stage that fails, or takes longer than its limit, ends none of
@@ -26,7 +28,7 @@
 #
 # --disable_cuda before all else shows in minutes, on any machine, that the stages run: each in small,
 # on the CPU. On a slow or loaded machine, SLOWER=3 multiplies limits
-# and how long pong and trace run.
+# and how long pong, trace, ppo and gala run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -38,7 +40,7 @@ if [ "${1:-}" = --disable_cuda ]; then
 fi
 declare -A LIMITS=( # seconds
   [machine]=30 [setup]=90 [tests]=150 [environments]=60 [net]=150 [contended]=70 [sweep]=390
-  [pong]=270 [trace]=150
+  [pong]=270 [trace]=150 [ppo]=210 [gala]=210
 )
 
 if [ $# = 0 ]; then
@@ -53,6 +55,7 @@ if [ "${IN_STAGE:-}" = '' ]; then # run each stage as a process of its own, unde
       first) stages+=(machine setup tests environments net) ;;
       second) stages+=(setup contended sweep) ;;
       third) stages+=(setup pong trace) ;;
+      fourth) stages+=(setup ppo gala) ;;
       *) stages+=("$argument") ;;
     esac
   done
@@ -192,7 +195,7 @@ pong() {
     flags=(--model shallow --num_servers 1)
     seconds=25
   fi
-  train_for "$seconds" pong --seed 1 --total_steps 5000000 ${PONG_FLAGS:-"${flags[@]}"}
+  train_for "$seconds" polybeast pong --seed 1 --total_steps 5000000 ${PONG_FLAGS:-"${flags[@]}"}
   tail -1 "$runs/pong/logs.csv"
 }
 
@@ -206,18 +209,33 @@ trace() {
   gzip -f "$OUT/trace_learner.json"
   local flags=(--batch_size 32)
   if [ "$QUICK" ]; then flags=(--num_servers 1 --model shallow --batch_size 2); fi
-  train_for "$seconds" trace --write_profiler_trace "${flags[@]}"
+  train_for "$seconds" polybeast trace --write_profiler_trace "${flags[@]}"
   gzip -f "$runs/trace/trace.json" || echo 'Too few updates for a trace.'
   ls -l "$OUT/trace_learner.json.gz" "$runs/trace/trace.json.gz"
 }
 
-# Runs PolyBeast as a run of this name, for so many seconds at most, or until the mean return of the
+ppo() {
+  local seconds=180
+  if [ "$QUICK" ]; then seconds=25; fi
+  train_for "$seconds" ppo ppo --seed 1 ${PPO_FLAGS:-}
+  tail -1 "$runs/ppo/logs.csv"
+}
+
+# All agents share the GPU.
+gala() {
+  local seconds=180
+  if [ "$QUICK" ]; then seconds=25; fi
+  train_for "$seconds" gala gala --seed 1 --num_agents 4 --envs_per_agent 16 ${GALA_FLAGS:-}
+  tail -1 "$runs/gala/logs.csv"
+}
+
+# Runs a program as a run of this name, for so many seconds at most, or until the mean return of the
 # last 100 episodes has passed 18.
 train_for() {
-  local seconds=$(($1 * ${SLOWER:-1})) name=$2
-  shift 2
+  local seconds=$(($1 * ${SLOWER:-1})) program_name=$2 name=$3
+  shift 3
   rm -rf "${runs:?}/$name"
-  "$PYTHON" polybeast.py --savedir "$runs" --xpid "$name" "$@" &
+  "$PYTHON" "$program_name.py" --env PongNoFrameskip-v4 --savedir "$runs" --xpid "$name" "$@" &
   local program=$!
   "$PYTHON" - "$runs/$name/logs.csv" "$seconds" "$program" <<'PYTHON'
 import csv, os, signal, sys, time

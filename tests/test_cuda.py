@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from deadline import Thread
-from program import HELPERS, last_step, load, run
+from program import HELPERS, ROOT, last_step, load, run
 from test_parity import SPACE, A, make_batch
 
 import monobeast
@@ -228,11 +228,19 @@ def test_a_run_goes_on_where_it_was_on_another_device(tmp_path, fork):
     assert all(torch.isfinite(w).all() for w in saved["model_state_dict"].values())
 
 
-@pytest.mark.parametrize("program", ["monobeast.py", "polybeast.py"])
-def test_pong_is_trained_for_a_moment_with_an_lstm(tmp_path, program):
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("monobeast.py", "--use_lstm --batch_size 4"),
+        ("polybeast.py", "--use_lstm --batch_size 4"),
+        ("ppo.py", "--use_gru --num_envs 8 --unroll_length 32"),
+        ("gala.py", "--num_agents 2 --envs_per_agent 4"),
+        ("gala.py", "--num_agents 2 --envs_per_agent 4 --exchange allreduce"),
+    ],
+)
+def test_pong_is_trained_for_a_moment(tmp_path, program, arguments):
     status, output = run(
-        HELPERS.parent.parent / program, "--use_lstm --total_steps 3000 --batch_size 4 --xpid run",
-        "--savedir", tmp_path,
-    )  # fmt: skip
+        ROOT / program, arguments, "--total_steps 3000 --xpid run --savedir", tmp_path
+    )
     assert status == 0, output
     assert last_step(tmp_path / "run") >= 3000
