@@ -30,13 +30,13 @@ poly: build ## the same with PolyBeast: a learner in C++ and Python, and environ
 quick: dev-env ## the tests that neither compile anything nor start a whole program: under a minute
 	exec $(PYTEST) -m "not long and not whole" --numprocesses 2 $(ARGS)
 
-test: test-env build lint ## build, lint, the whole test suite; one file: make test ARGS=tests/test_vtrace.py
+test: test-env build lint ## build, lint, all tests but the long ones (make examples); one file: make test ARGS=tests/test_vtrace.py
 	exec $(PYTEST) --numprocesses 2 --dist loadfile $(ARGS)
 
 examples: test-env build ## learn each of the examples, and what else takes long, in half an hour; MuJoCo's if it is installed
 	exec $(PYTEST) -m long $(ARGS)
 
-preempt: build ## kill both programs 100 times at random moments and resume them: half an hour
+preempt: build ## kill MonoBeast and PolyBeast 100 times each at random moments and resume them: half an hour
 	exec .venv/bin/python campaigns/preemption.py $(ARGS)
 
 elastic: test-env build ## kill learners of one policy, the writer and the lighthouse, and start others: 20 minutes
