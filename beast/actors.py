@@ -16,10 +16,9 @@ import torch
 from beast.actor_process import FreeBuffers, actor_main
 from beast.deaths import MAX_DEATHS, Deaths, describe_exit
 from beast.errors import EnvError
-from beast.fork_server import end_process, kill_fork_server
+from beast.fork_server import end_process, kill_fork_server, start_process
 from beast.learner_group import SEEDS_A_RANK
-from beast.processes import signals_blocked
-from beast.watchdog import PATIENCE
+from beast.watchdog import PATIENCE, Lookout
 
 # Of each of its environments, which end a series of deaths. When MAX_DEATHS of every actor are in a
 # series it is not bad luck, and the run ends.
@@ -75,7 +74,7 @@ class Actors:
         self._pipes = [None] * num_actors
         self._deaths = [Deaths(MIN_ROLLOUTS) for _ in range(num_actors)]
         self._tracebacks = [None] * num_actors
-        self._looked = time.monotonic()  # when the watcher last looked after them
+        self._lookout = Lookout()
         self._wake_reader, self._wake_writer = multiprocessing.Pipe(duplex=False)
         self._watcher = threading.Thread(target=self._watch, name="actors", daemon=True)
         self._watcher.start()
@@ -117,7 +116,7 @@ class Actors:
 
     def silences(self):
         """Return a tuple of each actor that has something to do, as a Watchdog wants them."""
-        seconds = time.monotonic() - self._looked
+        seconds = time.monotonic() - self._lookout.last_look
         watcher = (
             "the watcher of the actors",
             "starts or ends one, by the fork server",
@@ -177,7 +176,7 @@ class Actors:
     def _watch(self):
         try:
             while not self._closed:
-                self._looked = time.monotonic()
+                self._lookout.look()
                 self._start_those_due()
                 self._kill_silent()
                 actors = {pipe: actor for actor, pipe in enumerate(self._pipes) if pipe}
@@ -196,10 +195,9 @@ class Actors:
                 self._condition.notify_all()
 
     def _seconds_silent(self):
-        now = time.monotonic()
         with self._condition:
             return [
-                (actor, process, now - self._heartbeats[actor])
+                (actor, process, self._lookout.seconds_silent(self._heartbeats[actor]))
                 for actor, process in enumerate(self._processes)
                 if actor not in self._waiting and process is not None
             ]
@@ -273,14 +271,12 @@ class Actors:
         pipe, far_end = multiprocessing.Pipe()
         self._heartbeats[actor] = time.monotonic()  # so that it has time to start
         try:
-            with signals_blocked():  # for a fork server that has to be started anew
+            with far_end:
                 self._processes[actor] = self._create_process(actor, far_end)
-        except (EOFError, OSError) as error:  # the fork server has died, or could not fork
+        except EnvError as error:
             pipe.close()
-            self._count_death(actor, f"it could not be started ({error!r})")
+            self._count_death(actor, str(error))
             return
-        finally:
-            far_end.close()
         with self._condition:
             self._pipes[actor] = pipe
 
@@ -290,5 +286,5 @@ class Actors:
         free_buffers = FreeBuffers(pipe, self._shared_heartbeats[actor : actor + 1])
         arguments = (self._act, pipe, self._flags, actor, seed, free_buffers, *self._args)
         process = self._context.Process(target=actor_main, args=arguments, daemon=True)
-        process.start()
+        start_process(process, f"actor {actor}")
         return process

@@ -21,10 +21,9 @@ from beast.agent_link import HOLD, NEVER, PACE, AgentLink
 from beast.deaths import Deaths, describe_exit
 from beast.environments import map_nest
 from beast.errors import EnvError
-from beast.fork_server import end_process
+from beast.fork_server import end_process, start_process
 from beast.learner import Batch
-from beast.processes import signals_blocked
-from beast.watchdog import PATIENCE
+from beast.watchdog import PATIENCE, Lookout
 
 MIN_UPDATES = 100  # that end a series of deaths
 AHEAD = 2  # updates that agents in step make before the first of them is counted
@@ -53,6 +52,7 @@ class Agents:
         self._rounds = torch.zeros(n, dtype=torch.int64).share_memory_()
         self._limits = torch.tensor([NEVER, AHEAD if in_step else NEVER]).share_memory_()
         self._heartbeats = torch.zeros(n, dtype=torch.float64).share_memory_()
+        self._lookout = Lookout()
         self._condition = threading.Condition()  # guards what follows
         self._held, self._is_over, self._is_read = [False] * n, False, True
         self._has_saved = [False] * n  # what it has learned, since it was last asked to hold
@@ -88,6 +88,7 @@ class Agents:
 
     def _as_they_come(self):
         while not (self._is_over and all(self._held)):
+            self._lookout.look()
             # One that is held for good, or has died then, says nothing more.
             agents = [i for i, held in enumerate(self._held) if not (held and self._is_over)]
             sources = {self._pipes[agent]: agent for agent in agents}
@@ -108,6 +109,7 @@ class Agents:
                 if seconds > patience and self._processes[agent].is_alive():
                     logging.warning("Agent %d was silent for %.0f s: killing it", agent, seconds)
                     self._processes[agent].kill()
+                    self._heartbeats[agent] = time.monotonic()  # it takes a moment to end
 
     @contextlib.contextmanager
     def hold(self):
@@ -133,6 +135,7 @@ class Agents:
                     self._limits[HOLD] = NEVER
                     for agent, held in enumerate(self._held):
                         if held:
+                            self._heartbeats[agent] = time.monotonic()
                             with contextlib.suppress(OSError):
                                 self._pipes[agent].send("go on")
                     self._held = [False] * len(self._held)
@@ -205,9 +208,8 @@ class Agents:
             self._limits[HOLD] = hold
 
     def _seconds_silent(self):
-        now = time.monotonic()
         return [
-            (agent, now - beat)
+            (agent, self._lookout.seconds_silent(beat))
             for agent, beat in enumerate(self._heartbeats.tolist())
             if not self._held[agent]
         ]
@@ -267,7 +269,6 @@ class Agents:
         process = self._context.Process(
             target=actor_main, args=arguments, kwargs={"niceness": 0}, daemon=True
         )
-        with signals_blocked():
-            process.start()
-        far_end.close()
+        with far_end:
+            start_process(process, f"agent {agent}")
         self._processes[agent], self._pipes[agent] = process, pipe

@@ -11,6 +11,8 @@ MAX_DEATHS = 5  # with little work in between, which end the run
 
 def describe_exit(process):
     """Return why a process has ended, as far as its status says."""
+    if process.exitcode is None:
+        return f"its process {process.pid} cannot be killed"
     if process.exitcode < 0:
         return f"killed by {signal.Signals(-process.exitcode).name}"
     return f"it ended with status {process.exitcode}"

@@ -2,7 +2,6 @@
 """Groups of parallel environments, of which one is stepped while another is answered."""
 
 import contextlib
-import time
 
 import numpy as np
 
@@ -43,9 +42,8 @@ class EnvironmentGroups:
 
     def silences(self):
         """Return a tuple of each process that has something to do, as a Watchdog wants them."""
-        now = time.monotonic()
         return [
-            (process.name, "steps its environments", now - process.asked_at, process.pid)
+            (process.name, "steps its environments", process.seconds_silent(), process.pid)
             for process in self._processes
             if process.is_asked
         ]

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 
+from beast.errors import EnvError
 from beast.processes import signals_blocked
 
 
@@ -30,6 +31,22 @@ def start_fork_server():
     with signals_blocked():
         multiprocessing.forkserver.ensure_running()
     return context
+
+
+def start_process(process, name):
+    """Start a process of that context.
+
+    Raises:
+      EnvError: the fork server has died, or could not fork.
+    """
+    try:
+        with signals_blocked():  # for a fork server that has to be started anew
+            process.start()
+    except (EOFError, OSError) as error:
+        raise EnvError(
+            f"{name} cannot be started ({error!r}): look for free memory, and at the limit of "
+            "processes (ulimit -u)"
+        ) from error
 
 
 def kill_fork_server():

@@ -24,11 +24,10 @@ from beast.actor_process import actor_main
 from beast.deaths import Deaths, describe_exit
 from beast.environments import Environments, map_nest
 from beast.errors import EnvError
-from beast.fork_server import end_process, start_fork_server
-from beast.processes import signals_blocked
+from beast.fork_server import end_process, start_fork_server, start_process
 from beast.shared_memory import check_shared_memory
 from beast.spaces import spaces_to_json
-from beast.watchdog import PATIENCE
+from beast.watchdog import PATIENCE, Lookout
 
 MIN_STEPS = 200  # that end a series of deaths
 INITIAL, STEP, DONE = b"i", b"s", b"."
@@ -191,7 +190,7 @@ class Process:
 
     def __init__(self, context, name, columns, arguments):
         self.name, self.columns = name, columns
-        self.deaths = Deaths(MIN_STEPS)
+        self.deaths, self._lookout = Deaths(MIN_STEPS), Lookout()
         self._context, self._arguments = context, arguments
         self.is_new = False  # in place of another one, without a row yet
         self._start()
@@ -207,7 +206,8 @@ class Process:
     def ask(self, command):
         """Have it write the next row; the first one of a new process is that of a reset."""
         command = INITIAL if self.is_new else command
-        self.is_asked, self.asked_at = True, time.monotonic()
+        self._lookout.look()
+        self.is_asked, self._asked_at = True, time.monotonic()
         with contextlib.suppress(OSError):  # it has died, which shows soon
             self.pipe.send_bytes(command)
 
@@ -233,13 +233,17 @@ class Process:
 
     def cause_of_death(self, patience):
         """Return why it has to be replaced; None where it has not."""
-        if time.monotonic() > self.asked_at + patience:
+        self._lookout.look()
+        if self.seconds_silent() > patience:
             return f"it was silent for {patience:.0f} s, and so was killed"
         if self._has_gone:
             self._process.join(1)  # it is about to end
         if self._process.is_alive():
             return "it closed its pipe" if self._has_gone else None
         return describe_exit(self._process)
+
+    def seconds_silent(self):
+        return self._lookout.seconds_silent(self._asked_at)
 
     def replace(self, cause):
         self.end(0)
@@ -258,11 +262,11 @@ class Process:
         # Games that were played are not to be played again.
         seeds = [seed + self.deaths.total for seed in seeds]
         arguments = (step_environments, far_end, far_end, create_env, seeds, name, *shared)
-        self._process = self._context.Process(target=actor_main, args=arguments, daemon=True)
-        with signals_blocked():
-            self._process.start()
-        far_end.close()
-        self.is_asked, self.asked_at, self._has_gone = False, time.monotonic(), False
+        process = self._context.Process(target=actor_main, args=arguments, daemon=True)
+        with far_end:
+            start_process(process, self.name)
+        self._process = process
+        self.is_asked, self._asked_at, self._has_gone = False, time.monotonic(), False
 
 
 def step_environments(pipe, create_env, seeds, name, row, actions):

@@ -26,7 +26,7 @@ from beast.processes import (
     signals_blocked,
     start_logging,
 )
-from beast.watchdog import PATIENCE, Watchdog, print_stacks_on_signal
+from beast.watchdog import PATIENCE, Lookout, Watchdog, print_stacks_on_signal
 
 FIRST_PAUSE, LONGEST_PAUSE = 1, 30  # seconds before a dead server is restarted
 GRACE = 5  # seconds in which servers end by themselves
@@ -93,7 +93,7 @@ class ServerProcess:
     def __init__(self, run_server, flags, address, number):
         self.run_server, self.flags, self.address = run_server, flags, address
         self.number = number
-        self.incarnations = itertools.count()
+        self.incarnations, self.lookout = itertools.count(), Lookout()
         self.has_served = False
         self.pause = FIRST_PAUSE
         self.start()
@@ -125,6 +125,7 @@ class ServerProcess:
         Raises:
           RuntimeError: it ended before learners could connect.
         """
+        self.lookout.look()
         if self.process is None:
             if time.monotonic() >= self.start_time:
                 self._restart()
@@ -144,7 +145,7 @@ class ServerProcess:
 
     def seconds_silent(self):
         """Return for how long the process, or the slowest of its streams, has been at one step."""
-        return time.monotonic() - min(filter(None, self.busy_since))
+        return self.lookout.seconds_silent(min(filter(None, self.busy_since)))
 
     def end(self, deadline):
         if self.process is not None:

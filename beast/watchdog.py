@@ -18,7 +18,35 @@ import traceback
 # Times --stall_timeout_s: an actor or environment server that is silent for so long is killed and
 # replaced.
 PATIENCE = 5
+MAX_GAP = 10  # seconds from one look of a lookout to the next, beyond which it was stopped itself
 STDERR = 2  # also where sys.stderr is something else
+
+
+class Lookout:
+    """For how long others have been silent, as one sees it who looks after them in rounds.
+
+    If it was stopped itself (SIGSTOP, Ctrl-Z, a suspended job), they may have been stopped with it:
+    their silence counts from when it goes on.
+
+    Attributes:
+      last_look: time.monotonic() of it.
+    """
+
+    def __init__(self):
+        self.last_look = self._since = time.monotonic()
+
+    def look(self):
+        """Begin a round; return whether it was stopped since the last one."""
+        before, self.last_look = self.last_look, time.monotonic()
+        was_stopped = self.last_look - before > MAX_GAP
+        if was_stopped:
+            self._since = self.last_look
+        return was_stopped
+
+    def seconds_silent(self, heartbeat):
+        """Return the seconds since a heartbeat, a time.monotonic(); 0 if no round is under way."""
+        now = time.monotonic()
+        return 0.0 if now - self.last_look > MAX_GAP else now - max(heartbeat, self._since)
 
 
 class Watchdog:
@@ -34,7 +62,7 @@ class Watchdog:
         self._timeout_s, self._others = timeout_s, others
         self._beats = {}  # (name, what, since) by thread
         self._next = {}  # seconds of silence at which somebody is logged again, by name
-        self._stop = threading.Event()
+        self._stop, self._lookout = threading.Event(), Lookout()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -59,11 +87,14 @@ class Watchdog:
         while not self._stop.wait(min(self._timeout_s / 4, 5)):
             # For when not even this thread can run, since another keeps the interpreter to itself.
             faulthandler.dump_traceback_later(2 * self._timeout_s, file=STDERR)
-            now, frames = time.monotonic(), sys._current_frames()
+            if self._lookout.look():
+                continue  # others have had no time yet to go on
+            frames = sys._current_frames()
             for thread, (name, what, since) in list(self._beats.items()):
-                if thread in frames and self._is_news(name, now - since):
+                seconds = self._lookout.seconds_silent(since)
+                if thread in frames and self._is_news(name, seconds):
                     stack = "".join(traceback.format_stack(frames[thread]))
-                    log_silence(name, what, now - since, f". Its stack:\n{stack}")
+                    log_silence(name, what, seconds, f". Its stack:\n{stack}")
             for name, what, seconds, pid in self._others():
                 if self._is_news(name, seconds):
                     log_silence(name, what, seconds, "" if pid is None else describe_process(pid))

@@ -219,17 +219,17 @@ def test_an_actor_that_dies_time_and_again_but_gives_rollouts_does_not_end_the_r
 
 
 def test_a_process_that_cannot_be_started_does_not_stop_the_others(make_rig, monkeypatch, caplog):
-    start = Actors._create_process
+    start = multiprocessing.process.BaseProcess.start
 
-    def start_all_but_one(self, actor, pipe):
-        if actor == 2:
+    def start_all_but_one(self):
+        if self._args[3] == 2:  # the actor's number
             raise BlockingIOError("no more processes")
-        return start(self, actor, pipe)
+        start(self)
 
-    monkeypatch.setattr(Actors, "_create_process", start_all_but_one)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start_all_but_one)
     rig = make_rig(num_actors=3)
     wait_until(lambda: rig.actors._deaths[2].total > actors.MAX_DEATHS)
-    assert "could not be started (BlockingIOError('no more processes')" in caplog.text
+    assert "actor 2 cannot be started (BlockingIOError('no more processes')" in caplog.text
     rig.take_and_release_all()
 
 
@@ -308,8 +308,9 @@ def test_an_actor_that_waits_for_buffers_is_not_silent(make_rig):
     rig.actors._heartbeats[:] -= 100 * rig.flags.stall_timeout_s
     (watcher,) = rig.actors.silences()
     assert watcher[0] == "the watcher of the actors"
-    now = rig.actors._looked
-    wait_until(lambda: rig.actors._looked > now + 1)  # so it has looked after them
+    lookout = rig.actors._lookout
+    now = lookout.last_look
+    wait_until(lambda: lookout.last_look > now + 1)  # so it has looked after them
     rig.take_and_release_all()
     assert rig.num_restarts == 0
 

@@ -15,8 +15,9 @@ import types
 import pytest
 from program import HELPERS, ROOT, Program, last_step, wait_until
 
+from beast import watchdog
 from beast.server_processes import ServerProcess
-from beast.watchdog import Watchdog
+from beast.watchdog import Lookout, Watchdog
 
 
 @pytest.fixture
@@ -35,6 +36,60 @@ def watch(caplog):
 
 def messages(caplog, pattern):
     return [r.getMessage() for r in caplog.records if re.search(pattern, r.getMessage())]
+
+
+def test_who_was_stopped_itself_counts_the_silence_of_others_from_then_on(monkeypatch):
+    clock = types.SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(watchdog, "time", clock)
+    now = 100.0
+    lookout = Lookout()
+    for now in range(100, 120):  # noqa: B007 - read by the clock
+        lookout.look()
+        assert lookout.seconds_silent(90) == now - 100  # nobody watched before
+        assert lookout.seconds_silent(110) == now - max(110, 100)
+    now = 500
+    assert lookout.seconds_silent(110) == 0
+    lookout.look()
+    for now in range(500, 520):  # noqa: B007
+        lookout.look()
+        assert lookout.seconds_silent(110) == now - 500
+        assert lookout.seconds_silent(505) == now - 505
+
+
+@pytest.mark.whole
+def test_a_job_that_was_suspended_goes_on_with_all_its_processes(tmp_path):
+    """As by Slurm, or by Ctrl-Z: longer than any of them may be silent."""
+    agents = "--env CartPole-v1 --disable_cuda --num_agents 2 --envs_per_agent 2 --deterministic"
+    cases = {
+        HELPERS / "catch.py": "--env Catch --num_actors 2 --envs_per_actor 2 --batch_size 4",
+        HELPERS / "catch_poly.py": "--env Catch --num_servers 2 --envs_per_stream 2 --batch_size 4",
+        ROOT / "ppo.py": "--env CartPole-v1 --num_envs 4 --unroll_length 32 --disable_cuda",
+        ROOT / "gala.py": agents,
+    }
+    stall_timeout_s, before = 4, {}  # five times as long is enough to start
+
+    def send(program, number):
+        for pid in program.members():
+            os.kill(pid, number)
+
+    with contextlib.ExitStack() as stack:
+        programs = {}
+        for script, arguments in cases.items():
+            run = f"--stall_timeout_s {stall_timeout_s} --total_steps 1_000_000_000 --xpid run"
+            folder = tmp_path / script.stem
+            program = Program(script, arguments, run, "--savedir", folder, TMPDIR=str(tmp_path))
+            programs[folder] = stack.enter_context(program)
+            program.wait_until(lambda folder=folder: last_step(folder / "run") > 0)
+            send(program, signal.SIGSTOP)
+            before[folder] = last_step(folder / "run")
+        time.sleep(watchdog.PATIENCE * stall_timeout_s + 1)
+        for folder, program in programs.items():
+            send(program, signal.SIGCONT)
+            program.wait_until(lambda f=folder: last_step(f / "run") > before[f] + 500)
+            os.kill(program.pid, signal.SIGTERM)
+            status, output = program.end()
+            assert status == 128 + signal.SIGTERM, output
+            assert "died" not in output and "was silent" not in output, output
 
 
 def test_a_silent_thread_is_logged_with_its_stack_and_again_after_twice_the_time(watch, caplog):
@@ -89,7 +144,8 @@ def test_the_silence_of_another_process_is_logged_with_its_state(watch, caplog):
 def test_an_interpreter_that_is_kept_busy_prints_its_stacks_all_the_same():
     code = """
 import ctypes, threading
-from beast.watchdog import Watchdog
+from beast import watchdog
+from beast.watchdog import Lookout, Watchdog
 def hold_the_interpreter():
     ctypes.PyDLL(None).sleep(2)  # PyDLL keeps the lock
 looked = threading.Event()
