@@ -25,10 +25,8 @@ last row of the rollout before it. libtorchbeast/rows.py says what a row holds.
 import contextlib
 import copy
 import functools
-import types
 import warnings
 
-import ale_py
 import gymnasium as gym
 import torch
 import torch.distributed as dist
@@ -37,7 +35,7 @@ from torch import nn
 
 import atari_wrappers
 import vtrace
-from beast import evaluate
+from beast import atari_games, evaluate
 from beast.agents import Agents
 from beast.collect import collect
 from beast.consensus import Consensus, flatten
@@ -57,7 +55,7 @@ from beast.randomness import make_deterministic, seed_generators
 from beast.run import Run
 from beast.shared_memory import check_shared_memory
 from beast.threads import Threads
-from beast.weights import SharedCopies
+from beast.weights import SharedCopies, Version
 from libtorchbeast.rows import draw_seeds
 
 # fmt: off
@@ -111,7 +109,7 @@ rmsprop.add_argument("--grad_norm_clipping", default=0.5, type=positive(float),
 atari_wrappers.add_flags(parser)
 # fmt: on
 
-GRADIENT_INTERVAL = 500  # steps of an environment from one comparison of gradients to the next
+GRADIENT_INTERVAL = 500  # steps of an environment between two measurements of gradients' cosines
 
 
 def create_env(flags):
@@ -120,11 +118,66 @@ def create_env(flags):
         from minatar.gym import register_envs
 
         register_envs()
-    gym.register_envs(ale_py)
-    spec = gym.registry.get(flags.env)  # of "module:Name-v0" there is none before gym.make
-    if spec is not None and "ale_py" in str(spec.entry_point):
+    if atari_games.is_game(flags.env):
         return atari_wrappers.create_atari(flags, flags.render_mode)
     return gym.make(flags.env, render_mode=flags.render_mode)
+
+
+class CenteredConv2d(nn.Conv2d):
+    """A convolution of what differs between the pixels of a patch, not of their mean brightness.
+
+    Most of a frame is background. Filters that respond to it spend the first updates on its
+    brightness, and find a ball of two pixels only hundreds of thousands of steps later.
+    """
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
+def initialize(layers, gain):
+    for layer in layers:
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+    return layers
+
+
+def is_channels_last(shape):
+    """Return whether an image is [H, W, C], as Gymnasium's and MinAtar's are, and not [C, H, W]."""
+    return shape[-1] <= shape[0]
+
+
+def image_trunk(shape):
+    """Return convolutions for images [C, H, W] or [H, W, C], and their number of features."""
+    channels, *size = (shape[-1], *shape[:-1]) if is_channels_last(shape) else shape
+    sample = torch.zeros(1, channels, *size)
+    if min(size) >= 36:
+        layers, num_features = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
+    else:  # MinAtar's 10 x 10
+        layers, num_features = [(channels, 16, 3, 1)], 128
+    trunk = nn.Sequential()
+    for num_inputs, num_filters, width, stride in layers:
+        conv = CenteredConv2d if len(layers) > 1 and not len(trunk) else nn.Conv2d
+        trunk.extend([conv(num_inputs, num_filters, width, stride), nn.ReLU(inplace=True)])
+    trunk.append(nn.Flatten())
+    trunk.extend([nn.Linear(trunk(sample).shape[1], num_features), nn.ReLU(inplace=True)])
+    return initialize(trunk, 2**0.5), num_features
+
+
+def vector_trunk(num_inputs):
+    layers = nn.Linear(num_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()
+    return initialize(nn.Sequential(*layers), 2**0.5)
+
+
+def scale_image(x):
+    """Return images as [N, C, H, W], bytes scaled to [0, 1], in the dtype of the convolutions."""
+    scale = 255 if x.dtype == torch.uint8 else 1
+    if is_channels_last(x.shape[1:]):
+        x = x.movedim(-1, 1)
+    enabled = torch.is_autocast_enabled(x.device.type)
+    x = x.to(torch.get_autocast_dtype(x.device.type) if enabled else torch.float32)
+    return x.contiguous(memory_format=torch.channels_last) / scale
 
 
 class Net(nn.Module):
@@ -136,7 +189,7 @@ class Net(nn.Module):
     def __init__(self, observation_space, num_actions):
         super().__init__()
         shape = observation_space.shape
-        self.is_image = len(shape) == 3
+        self.is_image = len(shape or ()) == 3 and observation_space.dtype.kind in "bu"
         self.knows_bf16 = self.is_image  # its last layers stay in float32
         self.trunk, size = image_trunk(shape) if self.is_image else (vector_trunk(shape[0]), 64)
         self.baseline_trunk = None if self.is_image else vector_trunk(shape[0])
@@ -150,7 +203,7 @@ class Net(nn.Module):
         return ()
 
     def forward(self, inputs, agent_state):
-        """Answer each row.
+        """Compute action, policy logits and baseline for each row.
 
         Args:
           inputs: rows as a dict of [T, N, ...] tensors, of which frame counts.
@@ -179,62 +232,10 @@ class Net(nn.Module):
         }, agent_state
 
 
-def image_trunk(shape):
-    """Return convolutions for [C, H, W], or MinAtar's [H, W, C], and their number of features."""
-    if min(shape[1:]) >= 36:
-        layers = [(shape[0], 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
-        num_features, sample = 512, torch.zeros(1, *shape)
-    else:
-        layers, num_features = [(shape[-1], 16, 3, 1)], 128
-        sample = torch.zeros(1, shape[-1], *shape[:-1])
-    trunk = nn.Sequential()
-    for size, num_filters, width, stride in layers:
-        conv = CenteredConv2d if len(layers) > 1 and not len(trunk) else nn.Conv2d
-        trunk.extend([conv(size, num_filters, width, stride), nn.ReLU(inplace=True)])
-    trunk.append(nn.Flatten())
-    trunk.extend([nn.Linear(trunk(sample).shape[1], num_features), nn.ReLU(inplace=True)])
-    return initialize(trunk, 2**0.5), num_features
-
-
-def vector_trunk(num_inputs):
-    layers = nn.Linear(num_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()
-    return initialize(nn.Sequential(*layers), 2**0.5)
-
-
-class CenteredConv2d(nn.Conv2d):
-    """A convolution of what differs between the pixels of a patch, not of their mean brightness.
-
-    Most of a frame is background. Filters that respond to it spend the first updates on its
-    brightness, and find a ball of two pixels only hundreds of thousands of steps later.
-    """
-
-    def forward(self, x):
-        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
-
-
-def initialize(layers, gain):
-    for layer in layers:
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):
-            nn.init.orthogonal_(layer.weight, gain)
-            nn.init.zeros_(layer.bias)
-    return layers
-
-
-def scale_image(x):
-    """Return images [N, C, H, W], of bytes from 0 to 1, in the number format of the net."""
-    scale = 255 if x.dtype == torch.uint8 else 1
-    if min(x.shape[2:]) < 36:  # MinAtar's, [N, H, W, C]
-        x = x.movedim(-1, 1)
-    enabled = torch.is_autocast_enabled(x.device.type)
-    x = x.to(torch.get_autocast_dtype(x.device.type) if enabled else torch.float32)
-    return x.contiguous(memory_format=torch.channels_last) / scale
-
-
-def compute_loss(flags, model, batch):
+def compute_loss(flags, model, batch, initial_agent_state):
     """Return A2C's loss of rollouts ([T + 1, N, ...] each), a mean over their transitions."""
     with autocast(flags, batch["reward"].device):
-        outputs, _ = to_float32(model(batch, ()))
+        outputs, _ = to_float32(model(batch, initial_agent_state))
     # Index t is the transition from row t to row t + 1. What was recorded about it is in row t + 1.
     actions, rewards = batch["action"][1:], batch["reward"][1:]
     values = outputs["baseline"][:-1]
@@ -277,13 +278,14 @@ def create_optimizer(flags, model):
     optimizer = torch.optim.RMSprop(
         model.parameters(), lr=flags.learning_rate, eps=flags.epsilon, alpha=flags.alpha
     )
-    for parameter in model.parameters():  # from the start, so that there is something to copy
+    # All of its state, since agents copy it: to one that is not empty, torch adds nothing.
+    for parameter in model.parameters():
         state = {"step": torch.zeros(()), "square_avg": torch.zeros_like(parameter)}
         optimizer.state[parameter] = state
     return optimizer
 
 
-def learn(flags, model, batch, optimizer, own_gradient=None):
+def learn(flags, model, batch, initial_agent_state, optimizer, own_gradient=None):
     """Take one step of the optimizer, unless the gradient is not finite; return metrics as floats.
 
     Args:
@@ -291,10 +293,10 @@ def learn(flags, model, batch, optimizer, own_gradient=None):
       own_gradient: [parameters], where this agent's own gradient is stored, before averaging.
     """
     optimizer.zero_grad()
-    total_loss, metrics = compute_loss(flags, model, batch)
+    total_loss, metrics = compute_loss(flags, model, batch, initial_agent_state)
     total_loss.backward()
     if own_gradient is not None:
-        own_gradient.copy_(flatten(p.grad for p in model.parameters()))
+        own_gradient.copy_(gradient_of(model))
     if flags.exchange == "allreduce":
         average_gradients(model)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
@@ -306,18 +308,24 @@ def learn(flags, model, batch, optimizer, own_gradient=None):
     return to_floats(metrics)
 
 
+def gradient_of(model):
+    """Return the gradient, [parameters], with zeros for parameters that have none."""
+    return flatten(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
+
+
 def average_gradients(model):
     """Set the gradients to their means over all agents."""
-    gradients = flatten(p.grad for p in model.parameters())
+    gradients = gradient_of(model)
     dist.all_reduce(gradients)
     gradients /= dist.get_world_size()
     sizes = [p.numel() for p in model.parameters()]
     for parameter, part in zip(model.parameters(), gradients.split(sizes), strict=True):
-        parameter.grad.copy_(part.view_as(parameter))
+        if parameter.grad is not None:  # as at all agents
+            parameter.grad.copy_(part.view_as(parameter))
 
 
 def find_in_peers(topology, agent, num_agents):
-    """Return from whom an agent gets weights."""
+    """Return the agents whose weights an agent averages with its own."""
     if topology == "ring":
         distances = [1]
     elif topology == "complete":
@@ -333,16 +341,16 @@ def state_of(net, optimizer):
     return [*net.state_dict().values(), *of_optimizer]
 
 
-def learn_alone(flags, link, sample, net, shared_states, mailboxes, gradients, port):
+def learn_alone(flags, link, sample_rows, net, shared_states, mailboxes, gradients, port):
     """Play and learn, send weights, mix what has come: an agent process.
 
     Args:
       link: an AgentLink.
-      sample: as of `collect`.
+      sample_rows: as of `collect`.
       net: a Net with any weights.
-      shared_states: of each agent, as of state_of; this one's begins with what is there, and is
-        written there whenever it has to hold.
-      gradients: [agents, parameters], into which this one writes its own now and then.
+      shared_states: the tensors of state_of of each agent, in shared memory. This one begins with
+        its own, and writes them whenever it has to hold.
+      gradients: [agents, parameters]; this one writes its own now and then.
       port: of the store by which agents find each other with --exchange allreduce.
     """
     agent, device = link.agent, get_device(flags)
@@ -351,7 +359,7 @@ def learn_alone(flags, link, sample, net, shared_states, mailboxes, gradients, p
         keep_freed_memory()
     seed_generators([*link.seed, 0])
     make_deterministic(flags)
-    # Copies: `net` lies in memory that all processes share, like each tensor that is sent to one.
+    # Copies: a tensor that is sent to a process lies in memory that all of them share.
     model, message = (copy.deepcopy(net).to(device) for _ in range(2))
     optimizer = create_optimizer(flags, model)
     state, in_peers = state_of(model, optimizer), mailboxes.in_peers[agent]
@@ -367,10 +375,10 @@ def learn_alone(flags, link, sample, net, shared_states, mailboxes, gradients, p
     )
     misses = 0
     with contextlib.closing(environments):
-        for i, batch in enumerate(collect(flags, model, [environments], sample)):
+        for i, batch in enumerate(collect(flags, model, [environments], sample_rows)):
             is_compared = i % max(1, GRADIENT_INTERVAL // flags.unroll_length) == 0
             own_gradient = gradients[agent] if is_compared else None
-            metrics = learn(flags, model, batch.rows, optimizer, own_gradient)
+            metrics = learn(flags, model, batch.rows, batch.agent_state[0], optimizer, own_gradient)
             mailboxes.weights[agent].publish(model)
             if flags.exchange == "gossip":
                 misses = gossip(flags, link, mailboxes, model, message, misses)
@@ -381,11 +389,11 @@ def learn_alone(flags, link, sample, net, shared_states, mailboxes, gradients, p
 
 
 def gossip(flags, link, mailboxes, model, message, misses):
-    """Mix in the in-peers' weights, if all have sent new ones; else return one miss more.
+    """Average with the in-peers' weights, if all have sent new ones; return `misses` after that.
 
     Args:
       message: a net, which is overwritten.
-      misses: the updates in a row after which weights of an in-peer were missing.
+      misses: for how many updates in a row weights of an in-peer were missing.
     """
     agent = link.agent
     if flags.deterministic:
@@ -408,7 +416,7 @@ def count_updates(learner, agents, consensus, run):
         for agent, metrics, batch in updates:
             run.watchdog.beat("counts updates")
             with learner.lock:
-                learner.weights.version += 1
+                learner.publish()
                 consensus.count(agent, metrics["update_norm"])
                 run.record(metrics, batch)
             if run.stop.is_set():  # here, so that --deterministic ends after the same update
@@ -418,9 +426,9 @@ def count_updates(learner, agents, consensus, run):
 def check_flags(flags):
     """Refuse flags that contradict each other."""
     if flags.env_backend != "gym":
-        raise FlagError(f"--env_backend is {flags.env_backend}, but gala.py steps gym's alone")
+        raise FlagError("--env_backend ale_vector is for monobeast.py and polybeast.py alone")
     if flags.write_profiler_trace:
-        raise FlagError("--write_profiler_trace is of one process, but agents learn in others")
+        raise FlagError("--write_profiler_trace does not work with agents, which are processes")
     how = f"--exchange {flags.exchange}" + " --deterministic" * flags.deterministic
     for name, ways in (
         ("topology", ("--exchange gossip", "--exchange gossip --deterministic")),
@@ -431,7 +439,7 @@ def check_flags(flags):
         if value != parser.get_default(name) and how not in ways:
             raise FlagError(f"--{name} is {value}, which is for {' or '.join(ways)}, not for {how}")
     if flags.agent is not None and flags.mode == "train":
-        raise FlagError(f"--agent is {flags.agent}, but --mode is train, which is of all agents")
+        raise FlagError(f"--agent {flags.agent} is for --mode test: all agents train")
     if flags.agent is not None and flags.agent >= flags.num_agents:
         raise FlagError(f"--agent is {flags.agent}, but --num_agents is {flags.num_agents}")
 
@@ -448,7 +456,7 @@ def train(flags):
         spaces = sample.observation_space, sample.action_space
     if not isinstance(spaces[1], gym.spaces.Discrete):
         raise FlagError(
-            f"the action space is {spaces[1]}: Net and compute_loss know Discrete alone"
+            f"the action space is {spaces[1]}, not Discrete: edit Net and compute_loss for it"
         )
     # The optimizers that step are those of the agents.
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
@@ -456,8 +464,7 @@ def train(flags):
     choose_precision(flags, net, [get_device(flags)])
     population = Population(net, flags.num_agents)
     optimizer = create_optimizer(flags, population)
-    updates = types.SimpleNamespace(version=0, publish=lambda model: None)  # agents publish
-    learner = Learner(population, optimizer, lambda step: 1.0, updates)
+    learner = Learner(population, optimizer, lambda step: 1.0, Version())
     learner.device = get_device(flags)  # of the agents; the population is on the CPU
 
     with contextlib.ExitStack() as stack, Run(flags, learner) as run:
@@ -503,8 +510,9 @@ def main(argv=None):
         return train(flags)
     check_flags(flags)
 
-    def create_population(*spaces):
-        return Population(Net(*spaces), flags.num_agents, flags.agent)
+    def create_population(observation_space, num_actions):
+        net = Net(observation_space, num_actions)
+        return Population(net, flags.num_agents, flags.agent)
 
     evaluate.test(flags, create_env, create_population)
     return 0

@@ -178,7 +178,7 @@ class AtariNet(nn.Module):
         return tuple(torch.zeros(1, batch_size, self.lstm.hidden_size) for _ in range(2))
 
     def forward(self, inputs, agent_state):
-        """Answer each row.
+        """Compute action, policy logits and baseline for each row.
 
         Args:
           inputs: rows as a dict of [T, B, ...] tensors; frame, reward, done and last_action count.
@@ -234,7 +234,7 @@ Net = AtariNet  # what is trained
 
 
 def net_arguments(flags):
-    """Return what Net's constructor gets besides the spaces, by name."""
+    """Return the keyword arguments of Net's constructor."""
     return {"use_lstm": flags.use_lstm}
 
 
@@ -308,7 +308,7 @@ def compute_loss(flags, model, batch, initial_agent_state):
 
 
 def create_optimizer(flags, model):
-    """Return the optimizer, and the factor of its learning rate after so many agent steps."""
+    """Return the optimizer, and a function from agent steps to a factor of its learning rate."""
     optimizer = torch.optim.RMSprop(
         model.parameters(),
         lr=flags.learning_rate,
@@ -317,7 +317,8 @@ def create_optimizer(flags, model):
         alpha=flags.alpha,
     )
     # The mean of squares begins at 1, as in TensorFlow, where the paper's step sizes were found.
-    # Begun at 0, the first steps are ten times as long, and the ReLUs die of them.
+    # Begun at 0, the first steps are ten times as long, and the ReLUs die of them. Remove this loop
+    # with another optimizer: torch takes a state that is not empty for complete.
     for parameter in model.parameters():
         optimizer.state[parameter] = {
             "step": torch.zeros(()),
@@ -330,7 +331,8 @@ def create_optimizer(flags, model):
 def learn(flags, model, batch, initial_agent_state, optimizer, group=ALONE):
     """Take one step of the optimizer, unless a metric is not finite; return metrics as floats.
 
-    In a group of learners it is a step with all their batches; one that has none gives None.
+    In a group of learners it is one step with the sum of their gradients; a learner without a batch
+    passes None.
     """
     metrics = {}
     optimizer.zero_grad()
@@ -380,9 +382,9 @@ def act(flags, actor, seed, free_buffers, buffers, weights):
                 for t in range(T + 1):
                     free_buffers.beat()
                     if t > 0:  # row 0 is the last one of the rollout before
-                        answer = to_float32(model(inputs, agent_state))
+                        outputs = to_float32(model(inputs, agent_state))
                         # Copies, since parts of it may lie in the row, which step overwrites.
-                        agent_output, agent_state = map_nest(torch.clone, answer)
+                        agent_output, agent_state = map_nest(torch.clone, outputs)
                         agent_output = {k: v.squeeze(0).numpy() for k, v in agent_output.items()}
                         environments.step(agent_output["action"])
                     write_row(rows, indices, t, row | agent_output)
@@ -423,9 +425,9 @@ def train(flags):
         try_out(sample)
         flags.frames_per_step = sample.frame_skip
         spaces = sample.observation_space, sample.action_space
-        model, answer = create_net(Net, *spaces, **net_arguments(flags))
+        model, sample_rows = create_net(Net, *spaces, **net_arguments(flags))
     weights = SharedWeights(model)
-    buffers = create_buffers(flags, *answer)  # fewer actors, where /dev/shm is small
+    buffers = create_buffers(flags, *sample_rows)  # fewer actors, where /dev/shm is small
     torch.set_num_threads(max(1, count_cores() - flags.num_actors))
     optimizer, decay = create_optimizer(flags, model.to(get_device(flags)))
     learner = Learner(model, optimizer, decay, weights)

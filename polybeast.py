@@ -193,7 +193,7 @@ class AtariNet(nn.Module):
         return tuple(torch.zeros(1, batch_size, self.lstm.hidden_size) for _ in range(2))
 
     def forward(self, inputs, agent_state):
-        """Answer each row.
+        """Compute action, policy logits and baseline for each row.
 
         Args:
           inputs: rows as a dict of [T, B, ...] tensors; frame, reward, done and last_action count.
@@ -249,7 +249,7 @@ Net = AtariNet  # what is trained
 
 
 def net_arguments(flags):
-    """Return what Net's constructor gets besides the spaces, by name."""
+    """Return the keyword arguments of Net's constructor."""
     return {"use_lstm": flags.use_lstm, "model": flags.model}
 
 
@@ -323,7 +323,7 @@ def compute_loss(flags, model, batch, initial_agent_state):
 
 
 def create_optimizer(flags, model):
-    """Return the optimizer, and the factor of its learning rate after so many agent steps."""
+    """Return the optimizer, and a function from agent steps to a factor of its learning rate."""
     optimizer = torch.optim.RMSprop(
         model.parameters(),
         lr=flags.learning_rate,
@@ -332,7 +332,8 @@ def create_optimizer(flags, model):
         alpha=flags.alpha,
     )
     # The mean of squares begins at 1, as in TensorFlow, where the paper's step sizes were found.
-    # Begun at 0, the first steps are ten times as long, and the ReLUs die of them.
+    # Begun at 0, the first steps are ten times as long, and the ReLUs die of them. Remove this loop
+    # with another optimizer: torch takes a state that is not empty for complete.
     for parameter in model.parameters():
         optimizer.state[parameter] = {
             "step": torch.zeros(()),
@@ -345,7 +346,8 @@ def create_optimizer(flags, model):
 def learn(flags, model, batch, initial_agent_state, optimizer, group=ALONE):
     """Take one step of the optimizer, unless a metric is not finite; return metrics as floats.
 
-    In a group of learners it is a step with all their batches; one that has none gives None.
+    In a group of learners it is one step with the sum of their gradients; a learner without a batch
+    passes None.
     """
     metrics = {}
     optimizer.zero_grad()

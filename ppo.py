@@ -19,14 +19,13 @@ create_optimizer; what is logged, the metrics that compute_loss and learn return
 Sources: Schulman et al. 2017 (PPO: clipping, and the adaptive penalty), Hafner et al. 2017
 (BatchPPO: batched environments, normalization, the penalty's cutoff), Schulman et al. 2016 (GAE).
 
-Shapes: T unroll length, N environments, A actions (or their number of parts). A rollout has T + 1
+Shapes: T unroll length, N environments, A actions (or parts of one). A rollout has T + 1
 rows; row 0 is the last row of the rollout before it. libtorchbeast/rows.py says what a row holds.
 """
 
 import contextlib
 import functools
 
-import ale_py
 import gymnasium as gym
 import numpy as np
 import torch
@@ -35,8 +34,8 @@ from torch import nn
 
 import atari_wrappers
 import vtrace
-from beast import diagnostics, evaluate
-from beast.collect import collect
+from beast import atari_games, diagnostics, evaluate
+from beast.collect import INPUTS, collect
 from beast.environment_groups import EnvironmentGroups
 from beast.environments import Environments, map_nest, try_out
 from beast.errors import FlagError
@@ -51,7 +50,7 @@ from beast.precision import autocast, choose_precision, to_float32
 from beast.randomness import make_deterministic, seed_generators
 from beast.run import Run
 from beast.threads import Threads
-from beast.weights import LocalWeights
+from beast.weights import Version
 from libtorchbeast.rows import draw_seeds
 
 # What flags are by default: where actions are Discrete, much as in rlpyt (Stooke and Abbeel 2019);
@@ -78,7 +77,7 @@ def default_of(name):
 # fmt: off
 parser = Parser("ppo.py", "PPO on one machine.")
 add_run_flags(parser)
-parser.set_defaults(greedy=True, continuous=None)  # what is tested is the policy without its noise
+parser.set_defaults(greedy=True, continuous=None)  # tests play without noise; train says which
 
 training = parser.add_argument_group("training")
 training.add_argument("--total_steps", type=positive(int),
@@ -103,9 +102,9 @@ training.add_argument("--use_gru", action="store_true", help="Use a GRU before t
 loss = parser.add_argument_group("loss")
 loss.add_argument("--penalty", default="clip", choices=["clip", "kl"], help="What keeps the policy "
                   "near the one that acted: clipping, or an adaptive penalty on their KL.")
-loss.add_argument("--policy_clipping", type=positive(float), help="An action gives no policy "
-                  "gradient once it is this much more (or less) probable than when it was played, "
-                  f"as a ratio. {default_of('policy_clipping')}")
+loss.add_argument("--policy_clipping", type=positive(float), help="PPO's epsilon: the ratio "
+                  "of probabilities is clipped to [1 - this, 1 + this]. "
+                  f"{default_of('policy_clipping')}")
 loss.add_argument("--kl_target", default=0.01, type=positive(float),
                   help="Target KL of --penalty kl, in nats.")
 loss.add_argument("--entropy_cost", type=non_negative(float),
@@ -113,8 +112,8 @@ loss.add_argument("--entropy_cost", type=non_negative(float),
 loss.add_argument("--baseline_cost", default=0.5, type=non_negative(float),
                   help="Weight of the baseline's squared error.")
 loss.add_argument("--discounting", default=0.99, type=fraction, help="Discount factor of a step.")
-loss.add_argument("--gae_lambda", type=fraction, help="Of advantages and the baseline's targets: "
-                  f"1 for returns, 0 for one step. {default_of('gae_lambda')}")
+loss.add_argument("--gae_lambda", type=fraction, help="Lambda of GAE: 1 gives returns as "
+                  f"targets, 0 those of one step. {default_of('gae_lambda')}")
 loss.add_argument("--reward_scaling", choices=["clip", "std", "none"], help="Clip rewards to "
                   "[-1, 1]; or divide them by the standard deviation of discounted returns so far, "
                   f"and clip that to [-10, 10]. {default_of('reward_scaling')}")
@@ -138,15 +137,77 @@ def create_env(flags):
         from minatar.gym import register_envs
 
         register_envs()
-    gym.register_envs(ale_py)
-    spec = gym.registry.get(flags.env)  # of "module:Name-v0" there is none before gym.make
-    if spec is not None and "ale_py" in str(spec.entry_point):
+    if atari_games.is_game(flags.env):
         return atari_wrappers.create_atari(flags, flags.render_mode)
     env = gym.make(flags.env, render_mode=flags.render_mode)
     if isinstance(env.action_space, gym.spaces.Box) and env.action_space.is_bounded():
         env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
         env = gym.wrappers.ClipAction(env)  # a Gaussian has no bounds
     return env
+
+
+class CenteredConv2d(nn.Conv2d):
+    """A convolution of what differs between the pixels of a patch, not of their mean brightness.
+
+    Most of a frame is background. Filters that respond to it spend the first updates on its
+    brightness, and find a ball of two pixels only hundreds of thousands of steps later.
+    """
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
+def initialize(layers, gain):
+    for layer in layers:
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+    return layers
+
+
+def is_channels_last(shape):
+    """Return whether an image is [H, W, C], as Gymnasium's and MinAtar's are, and not [C, H, W]."""
+    return shape[-1] <= shape[0]
+
+
+def image_trunk(shape):
+    """Return convolutions for images [C, H, W] or [H, W, C], and their number of features."""
+    channels, *size = (shape[-1], *shape[:-1]) if is_channels_last(shape) else shape
+    sample = torch.zeros(1, channels, *size)
+    if min(size) >= 36:
+        layers, num_features = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
+    else:  # MinAtar's 10 x 10
+        layers, num_features = [(channels, 16, 3, 1)], 128
+    trunk = nn.Sequential()
+    for num_inputs, num_filters, width, stride in layers:
+        conv = CenteredConv2d if len(layers) > 1 and not len(trunk) else nn.Conv2d
+        trunk.extend([conv(num_inputs, num_filters, width, stride), nn.ReLU(inplace=True)])
+    trunk.append(nn.Flatten())
+    trunk.extend([nn.Linear(trunk(sample).shape[1], num_features), nn.ReLU(inplace=True)])
+    return initialize(trunk, 2**0.5), num_features
+
+
+def vector_trunk(num_inputs):
+    layers = nn.Linear(num_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()
+    return initialize(nn.Sequential(*layers), 2**0.5)
+
+
+def scale_image(x):
+    """Return images as [N, C, H, W], bytes scaled to [0, 1], in the dtype of the convolutions."""
+    scale = 255 if x.dtype == torch.uint8 else 1
+    if is_channels_last(x.shape[1:]):
+        x = x.movedim(-1, 1)
+    enabled = torch.is_autocast_enabled(x.device.type)
+    x = x.to(torch.get_autocast_dtype(x.device.type) if enabled else torch.float32)
+    return x.contiguous(memory_format=torch.channels_last) / scale
+
+
+def flatten(frame):
+    """Return a nest of [N, ...] as floats [N, inputs]."""
+    parts = []
+    map_nest(lambda x: parts.append(x.flatten(1).float()), frame)
+    return torch.cat(parts, dim=1)
 
 
 class Net(nn.Module):
@@ -188,10 +249,10 @@ class Net(nn.Module):
         return () if self.gru is None else (torch.zeros(1, batch_size, self.gru.hidden_size),)
 
     def forward(self, inputs, agent_state):
-        """Answer each row.
+        """Compute action, policy logits and baseline for each row.
 
         Args:
-          inputs: rows as a dict of [T, N, ...] tensors; frame and done count.
+          inputs: rows as a dict of [T, N, ...] tensors, INPUTS; frame and done count.
           agent_state: recurrent state before the first row.
 
         Returns:
@@ -208,7 +269,7 @@ class Net(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             features, baseline_features = features.float(), baseline_features.float()
             if self.gru is not None:
-                features, agent_state = self.remember(features.view(T, N, -1), inputs, agent_state)
+                features, agent_state = self.run_gru(features.view(T, N, -1), inputs, agent_state)
                 baseline_features = features
             policy_logits, baseline = self.policy(features), self.baseline(baseline_features)
             action = policy_logits
@@ -224,7 +285,7 @@ class Net(nn.Module):
         outputs = {"policy_logits": policy_logits, "baseline": baseline[:, 0], "action": action}
         return {name: x.view(T, N, *x.shape[1:]) for name, x in outputs.items()}, agent_state
 
-    def remember(self, x, inputs, agent_state):
+    def run_gru(self, x, inputs, agent_state):
         """Return features [T * N, hidden] of the GRU, and its new state."""
         outputs = []
         for x_t, done in zip(x, inputs["done"], strict=True):
@@ -236,67 +297,8 @@ class Net(nn.Module):
         return torch.cat(outputs).flatten(0, 1), agent_state
 
 
-def image_trunk(shape):
-    """Return convolutions for [C, H, W], or MinAtar's [H, W, C], and their number of features."""
-    if min(shape[1:]) >= 36:
-        layers = [(shape[0], 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
-        num_features, sample = 512, torch.zeros(1, *shape)
-    else:
-        layers, num_features = [(shape[-1], 16, 3, 1)], 128
-        sample = torch.zeros(1, shape[-1], *shape[:-1])
-    trunk = nn.Sequential()
-    for size, num_filters, width, stride in layers:
-        conv = CenteredConv2d if len(layers) > 1 and not len(trunk) else nn.Conv2d
-        trunk.extend([conv(size, num_filters, width, stride), nn.ReLU(inplace=True)])
-    trunk.append(nn.Flatten())
-    trunk.extend([nn.Linear(trunk(sample).shape[1], num_features), nn.ReLU(inplace=True)])
-    return initialize(trunk, 2**0.5), num_features
-
-
-def vector_trunk(num_inputs):
-    layers = nn.Linear(num_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()
-    return initialize(nn.Sequential(*layers), 2**0.5)
-
-
-class CenteredConv2d(nn.Conv2d):
-    """A convolution of what differs between the pixels of a patch, not of their mean brightness.
-
-    Most of a frame is background. Filters that respond to it spend the first updates on its
-    brightness, and find a ball of two pixels only hundreds of thousands of steps later.
-    """
-
-    def forward(self, x):
-        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
-
-
-def initialize(layers, gain):
-    for layer in layers:
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):
-            nn.init.orthogonal_(layer.weight, gain)
-            nn.init.zeros_(layer.bias)
-    return layers
-
-
-def scale_image(x):
-    """Return images [N, C, H, W], of bytes from 0 to 1, in the number format of the net."""
-    scale = 255 if x.dtype == torch.uint8 else 1
-    if min(x.shape[2:]) < 36:  # MinAtar's, [N, H, W, C]
-        x = x.movedim(-1, 1)
-    enabled = torch.is_autocast_enabled(x.device.type)
-    x = x.to(torch.get_autocast_dtype(x.device.type) if enabled else torch.float32)
-    return x.contiguous(memory_format=torch.channels_last) / scale
-
-
-def flatten(frame):
-    """Return a nest of [N, ...] as floats [N, inputs]."""
-    parts = []
-    map_nest(lambda x: parts.append(x.flatten(1).float()), frame)
-    return torch.cat(parts, dim=1)
-
-
 def net_arguments(flags):
-    """Return what Net's constructor gets besides the spaces, by name."""
+    """Return the keyword arguments of Net's constructor."""
     return {"continuous": flags.continuous, "use_gru": flags.use_gru}
 
 
@@ -313,8 +315,8 @@ def compute_policy_loss(flags, log_rhos, advantages, kl, kl_penalty, mask):
     """Return the loss that --penalty says, a mean over the mask.
 
     Args:
-      log_rhos: [T, N], log of how much more probable an action is than when it was played.
-      kl: [T, N], from the policy that acted.
+      log_rhos: [T, N], log(target policy / behavior policy) of the actions taken.
+      kl: [T, N], KL(behavior policy, target policy).
     """
     rhos, num_steps = log_rhos.exp(), mask.sum().clamp(min=1)
     objective = rhos * advantages
@@ -333,7 +335,7 @@ def compute_loss(flags, model, batch, initial_agent_state):
     """Return the loss of a minibatch ([T, N, ...] each), a mean over its transitions.
 
     Args:
-      batch: of `prepare`, or a part of it.
+      batch: of `compute_targets`, or a part of it.
     """
     with autocast(flags, batch["vs"].device):
         outputs, _ = to_float32(model(batch, initial_agent_state))
@@ -361,20 +363,20 @@ def compute_loss(flags, model, batch, initial_agent_state):
 
 
 def create_optimizer(flags, model):
-    """Return the optimizer, and the factor of its learning rate after so many agent steps."""
+    """Return the optimizer, and a function from agent steps to a factor of its learning rate."""
     optimizer = torch.optim.Adam(model.parameters(), lr=flags.learning_rate, eps=flags.epsilon)
     return optimizer, lambda step: 1 - min(step, flags.total_steps) / flags.total_steps
 
 
 @torch.no_grad()
-def prepare(flags, model, rows, last_agent_state):
-    """Return what minibatches are made of, [T, N, ...], from rows [T + 1, N, ...] with answers.
+def compute_targets(flags, model, rows, last_agent_state):
+    """Return transitions [T, N, ...] with targets and advantages, from rows [T + 1, N, ...].
 
     Index t is the transition from row t to row t + 1. What was recorded about it is in row t + 1.
     """
-    inputs = map_nest(lambda x: x[-1:], {"frame": rows["frame"], "done": rows["done"]})
+    inputs = {name: rows[name] for name in INPUTS}
     with autocast(flags, rows["reward"].device):
-        outputs, _ = to_float32(model(inputs, last_agent_state))
+        outputs, _ = to_float32(model(map_nest(lambda x: x[-1:], inputs), last_agent_state))
     # Out of the last row of an episode there is no transition, only a reset.
     mask = ~(rows["truncated"] | rows["terminated"])[:-1]
     rewards, values = rows["reward"][1:], rows["baseline"][1:]
@@ -397,7 +399,7 @@ def prepare(flags, model, rows, last_agent_state):
         std, mean = torch.std_mean(advantages[mask], correction=0)
         advantages = torch.where(mask, (advantages - mean) / (std + 1e-8), 0)
     return {
-        **map_nest(lambda x: x[:-1], {"frame": rows["frame"], "done": rows["done"]}),
+        **map_nest(lambda x: x[:-1], inputs),
         "action": rows["action"][1:],
         "behavior_policy_logits": rows["policy_logits"][1:],
         "values": values,
@@ -407,7 +409,7 @@ def prepare(flags, model, rows, last_agent_state):
     }
 
 
-def split(flags, batch, agent_state):
+def make_minibatches(flags, batch, agent_state):
     """Yield the minibatches of an epoch and the recurrent states before their first rows.
 
     With a GRU they are whole columns, else transitions in any order, as [1, minibatch, ...].
@@ -420,22 +422,22 @@ def split(flags, batch, agent_state):
         return
     flat = map_nest(lambda x: x.flatten(0, 1), batch)
     order = torch.randperm(len(flat["mask"]), device=device)
-    for places in order.tensor_split(flags.num_minibatches):
-        yield map_nest(lambda x, p=places: x[p].unsqueeze(0), flat), ()
+    for indices in order.tensor_split(flags.num_minibatches):
+        yield map_nest(lambda x, i=indices: x[i].unsqueeze(0), flat), ()
 
 
 def learn(flags, model, rows, agent_states, optimizer):
     """Learn from rollouts in epochs of minibatches; return metrics as floats.
 
-    Where a loss or gradient is not finite, it stops there, and the metrics are not finite either.
+    It stops where a loss or gradient is not finite; minibatches before that one stay learned.
 
     Args:
       agent_states: recurrent states before the first row, and before the last one.
     """
-    batch, results = prepare(flags, model, rows, agent_states[1]), []
+    batch, results = compute_targets(flags, model, rows, agent_states[1]), []
     mask, steps = batch["mask"], {"steps": float(batch["mask"].sum())}
     for _ in range(flags.num_epochs):
-        for minibatch, agent_state in split(flags, batch, agent_states[0]):
+        for minibatch, agent_state in make_minibatches(flags, batch, agent_states[0]):
             total_loss, metrics = compute_loss(flags, model, minibatch, agent_state)
             optimizer.zero_grad()
             total_loss.backward()
@@ -447,12 +449,12 @@ def learn(flags, model, rows, agent_states, optimizer):
                 return results[-1] | steps
             optimizer.step()
     metrics = means(results) | steps
-    # In the last epoch, the policy is nearly what it is after it.
+    # That of the last epoch is close to that after the update.
     metrics["behavior_target_kl"] = means(results[-flags.num_minibatches :])["behavior_target_kl"]
     if flags.penalty == "kl":
         metrics["kl_penalty"] = adapt_penalty(flags, model, batch, agent_states[0])
     if not model.is_image:
-        # Not sooner: only with the same normalizer is the policy that learns the one that acted.
+        # Not sooner: with other moments, ratios would not begin at 1.
         model.normalizer.update(flatten(map_nest(lambda x: x[mask], batch["frame"])))
     vs, values = batch["vs"], batch["values"]
     moments = diagnostics.from_importance_weights(torch.zeros_like(vs), vs, values, mask)
@@ -471,10 +473,10 @@ def adapt_penalty(flags, model, batch, agent_state):
     return model.kl_penalty.item()
 
 
-def play_and_learn(flags, learner, groups, sample, run):
+def play_and_learn(flags, learner, groups, sample_rows, run):
     """Play and learn by turns, until the groups are woken or all steps are made: a thread."""
     torch.set_num_threads(learner.num_threads)
-    for batch in run.follow(collect(flags, learner.model, groups, sample)):
+    for batch in run.follow(collect(flags, learner.model, groups, sample_rows)):
         with learner.lock:
             if run.stop.is_set():
                 return
@@ -490,9 +492,9 @@ def check_flags(flags):
         if getattr(flags, name) is None:
             setattr(flags, name, values[flags.continuous])
     if flags.env_backend != "gym":
-        raise FlagError(f"--env_backend is {flags.env_backend}, but ppo.py steps gym's alone")
+        raise FlagError("--env_backend ale_vector is for monobeast.py and polybeast.py alone")
     if flags.penalty != "kl" and flags.kl_target != parser.get_default("kl_target"):
-        raise FlagError(f"--kl_target is {flags.kl_target}, but --penalty is {flags.penalty}")
+        raise FlagError(f"--kl_target {flags.kl_target} is for --penalty kl: give both, or neither")
     if flags.num_envs % flags.num_groups:
         raise FlagError(
             f"--num_envs is {flags.num_envs}, which --num_groups {flags.num_groups} does not "
@@ -510,9 +512,10 @@ def check_flags(flags):
     most = flags.num_envs * (1 if flags.use_gru else flags.unroll_length)
     flags.num_minibatches = num_minibatches or min(flags.num_minibatches, most)
     if flags.num_minibatches > most:
-        what = "environments, of which --use_gru leaves each whole" if flags.use_gru else "steps"
+        what = "environments, which --use_gru leaves whole" if flags.use_gru else "steps"
         raise FlagError(
-            f"--num_minibatches is {flags.num_minibatches}, but a rollout has {most} {what}"
+            f"--num_minibatches is {flags.num_minibatches}, but a rollout has {most} {what}: give "
+            f"at most {most}"
         )
 
 
@@ -524,7 +527,7 @@ def train(flags):
         flags.frames_per_step = sample.frame_skip
         spaces = sample.observation_space, sample.action_space
     if isinstance(spaces[1], gym.spaces.MultiDiscrete):
-        raise FlagError(f"the action space is {spaces[1]}: Net and distribution know none such")
+        raise FlagError(f"the action space is {spaces[1]}: edit Net and distribution for it")
     flags.continuous = isinstance(spaces[1], gym.spaces.Box)
     check_flags(flags)
     make_deterministic(flags)
@@ -533,7 +536,7 @@ def train(flags):
     choose_precision(flags, model, [get_device(flags)])
     torch.set_num_threads(count_cores() if model.is_image else 1)  # small nets only wait for more
     optimizer, decay = create_optimizer(flags, model.to(get_device(flags)))
-    learner = Learner(model, optimizer, decay, LocalWeights(model))
+    learner = Learner(model, optimizer, decay, Version())
 
     with contextlib.ExitStack() as stack, Run(flags, learner) as run:
         # A resumed run must not play the same games again.

@@ -256,8 +256,8 @@ class Actors:
             )
         pause = PAUSES[min(deaths.in_a_row, len(PAUSES)) - 1]
         logging.error(
-            "Actor %d died and is restarted in %g s (death %d; %d soon after another: %d of "
-            "all actors end the run): %s",
+            "Actor %d died and is restarted in %g s (%d deaths in all, %d in a row; the run ends "
+            "when all actors have %d in a row): %s",
             *(actor, pause, deaths.total, deaths.in_a_row, MAX_DEATHS, cause),
         )
         self._start_times[actor] = time.monotonic() + pause

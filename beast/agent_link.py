@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an agent of gala.py, a process, knows of the main process and of other agents."""
+"""An agent process's connection to the main process: reports, pauses, heartbeats."""
 
 import time
 
@@ -10,7 +10,9 @@ from beast.metrics import is_finite
 from beast.run import ENDS, MAX_SKIPPED
 
 NEVER = 2**62
-HOLD, PACE = 0, 1  # limits on an agent's updates: where it holds, and where it waits to be counted
+# Limits on an agent's updates: after HOLD it stops until told to go on; after PACE it waits until
+# the main process has counted those before.
+HOLD, PACE = 0, 1
 
 
 class AgentLink:
@@ -50,7 +52,7 @@ class AgentLink:
         return bool(self.rounds[self.agent] >= self._limits[HOLD])
 
     def hold(self):
-        """Say that what it has learned lies in shared memory, and wait until it may go on."""
+        """Report that its state is in shared memory, and wait until told to go on."""
         self._pipe.send(("held", None))
         self._pipe.recv()
         self._heartbeats[self.agent] = time.monotonic()

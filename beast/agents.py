@@ -41,7 +41,7 @@ class Agents:
         --deterministic. Then all are held after the same one, and the death of one ends the run.
       first_step: of the run. A replaced agent, or one of a resumed run, must not play the same
         games again.
-      measure: returns more metrics, numbers by name.
+      measure: called at each tick; returns more metrics, numbers by name.
     """
 
     def __init__(self, flags, context, learn_alone, args, in_step, first_step, measure=dict):
@@ -77,7 +77,7 @@ class Agents:
                 self._condition.notify_all()
 
     def _in_order(self):
-        """Yield the updates of a round by the numbers of the agents."""
+        """Yield an update of each agent, in the order of their numbers, again and again."""
         rounds = [deque() for _ in self._processes]
         for update in self._as_they_come():
             rounds[update[0]].append(update)
@@ -89,7 +89,7 @@ class Agents:
     def _as_they_come(self):
         while not (self._is_over and all(self._held)):
             self._lookout.look()
-            # One that is held for good, or has died then, says nothing more.
+            # At the end, agents that are held or dead send nothing more.
             agents = [i for i, held in enumerate(self._held) if not (held and self._is_over)]
             sources = {self._pipes[agent]: agent for agent in agents}
             sources |= {self._processes[agent].sentinel: agent for agent in agents}
@@ -98,7 +98,7 @@ class Agents:
             ready = {sources[source] for source in ready if source in sources}
             # Asked for before messages are read, so that the last ones are not lost.
             alive = {agent: self._processes[agent].is_alive() for agent in ready}
-            # The dead first, on whose account others may have failed.
+            # The dead first: the sums of others fail because of them.
             for agent in sorted(ready, key=lambda agent: (alive[agent], agent)):
                 cause = yield from self._read(agent)
                 if cause or not alive[agent]:
@@ -113,10 +113,10 @@ class Agents:
 
     @contextlib.contextmanager
     def hold(self):
-        """Have all agents hold still in this block; yield for each if its state is shared.
+        """Have all agents hold still in this block; yield for each if it has shared its state.
 
-        `updates` has to be followed meanwhile by another thread, unless they are held for good. One
-        that has died, or is late, has left nothing new in shared memory.
+        One that has died, or is late, has not. Another thread has to follow `updates` meanwhile,
+        unless they are held for good.
         """
         self._ask_to_hold()
         with self._condition:
@@ -244,7 +244,10 @@ class Agents:
         end_process(process, 1)
         cause = cause or describe_exit(process)
         if self._in_step:
-            raise EnvError(f"agent {agent} died, for which the others wait: {cause}")
+            raise EnvError(
+                f"agent {agent} died, and all are needed with --exchange allreduce and "
+                f"--deterministic: {cause}"
+            )
         if self._is_over:
             logging.error("Agent %d ended before its last update was saved: %s", agent, cause)
         else:

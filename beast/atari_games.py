@@ -6,6 +6,22 @@ import difflib
 import gymnasium as gym
 
 
+def is_game(env_id):
+    """Return whether an id of Gymnasium is a game of ale-py."""
+    _register()
+    return is_spec_of_game(gym.registry.get(env_id))  # of "module:Name-v0" there is none yet
+
+
+def is_spec_of_game(spec):
+    return spec is not None and "AtariEnv" in str(spec.entry_point)
+
+
+def _register():
+    import ale_py  # here, since spawned processes start without the games
+
+    gym.register_envs(ale_py)
+
+
 def find_spec(env_id):
     """Return Gymnasium's spec of an id that is a game of ale-py.
 
@@ -13,20 +29,18 @@ def find_spec(env_id):
       ValueError: it is not, or what it is registered with cannot be done; the message says what
         to do instead.
     """
-    import ale_py  # Registers the games; here, since spawned processes start without them.
-
-    gym.register_envs(ale_py)
+    _register()
     try:
         spec = gym.spec(env_id)
     except gym.error.Error as error:
-        games = {i.lower(): i for i, s in gym.registry.items() if "AtariEnv" in str(s.entry_point)}
+        games = {i.lower(): i for i, s in gym.registry.items() if is_spec_of_game(s)}
         near = [games[i] for i in difflib.get_close_matches(env_id.lower(), games)]
         raise ValueError(
             f"there is no environment {env_id!r} ({error}); "
             + (f"is it {' or '.join(near)}? Else " if near else "")
             + "name a game of ale-py, such as PongNoFrameskip-v4 or ALE/Pong-v5"
         ) from error
-    if "AtariEnv" not in str(spec.entry_point):
+    if not is_spec_of_game(spec):
         raise ValueError(
             f"{env_id} is not a game of ale-py, so Atari preprocessing does not fit it; name one, "
             "such as PongNoFrameskip-v4 or ALE/Pong-v5, or edit create_env (docs/environment.md)"

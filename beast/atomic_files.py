@@ -19,7 +19,7 @@ RETRY_INTERVAL = 60  # seconds from one attempt to write events to the next
 
 def replace_file(path, content):
     """Put bytes in place of a file, as a whole or, where that raises OSError, not at all."""
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
         with open(temporary, "wb", buffering=0) as file:
             _write_all(file, content)

@@ -7,8 +7,10 @@ from beast.environments import map_nest
 from beast.learner import Batch
 from beast.precision import autocast, to_float32
 
+INPUTS = ("frame", "reward", "done", "last_action")  # of a row, for the net
 
-def collect(flags, model, groups, sample):
+
+def collect(flags, model, groups, sample_rows):
     """Yield one Batch of rollouts after the other, each over the one before, until woken.
 
     As MonoBeast's: rows [T + 1, N, ...], of which row 0 is the last row of the rollout before it,
@@ -20,11 +22,11 @@ def collect(flags, model, groups, sample):
       model: what answers; not copied.
       groups: ParallelEnvironments, each with as many of the N environments; one is stepped while
         the next is answered.
-      sample: rows and answers [T, B, ...], of any T and B.
+      sample_rows: rows and outputs [T, B, ...], of any T and B.
     """
     n, device = groups[0].num_envs, next(model.parameters()).device
     shape = flags.unroll_length + 1, n * len(groups)
-    rows = map_nest(lambda x: torch.zeros(*shape, *x.shape[2:], dtype=x.dtype), sample)
+    rows = map_nest(lambda x: torch.zeros(*shape, *x.shape[2:], dtype=x.dtype), sample_rows)
     parts = [map_nest(lambda x, i=i: x[:, i * n : (i + 1) * n], rows) for i in range(len(groups))]
     state = map_nest(lambda x: x.to(device), model.initial_state(n))
     agent_states = [state] * len(groups)
@@ -54,8 +56,7 @@ def _play(flags, model, device, groups, parts, agent_states):
         for i, (group, part) in enumerate(zip(groups, parts, strict=True)):
             if t > 0 and not _write_row(part, t, group.receive()):
                 return False
-            keys = part.keys() & {"frame", "reward", "done", "last_action"}
-            inputs = {k: map_nest(lambda x, t=t: x[t : t + 1].to(device), part[k]) for k in keys}
+            inputs = {k: map_nest(lambda x, t=t: x[t : t + 1].to(device), part[k]) for k in INPUTS}
             with autocast(flags, device):
                 outputs, agent_states[i] = to_float32(model(inputs, agent_states[i]))
             _write_row(part, t + 1, {name: x[0] for name, x in outputs.items()})

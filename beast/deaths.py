@@ -55,6 +55,6 @@ class Deaths:
                 f"most recently: {cause}"
             )
         logging.error(
-            "%s died and is replaced (death %d; %d soon after another, %d end the run): %s",
+            "%s died and is replaced (%d deaths in all, %d in a row; %d in a row end the run): %s",
             *(name.capitalize(), self.total, self.in_a_row, MAX_DEATHS, cause),
         )

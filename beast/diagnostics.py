@@ -258,9 +258,11 @@ class Diagnostics:
                 contrary = 0
                 self._off ^= {check.name}
                 if is_off:
-                    logging.warning("Health: %s is %.3g: %s", check.name, value, check.advice)
+                    logging.warning("Diagnostics: %s is %.3g: %s", check.name, value, check.advice)
                 else:
-                    logging.info("Health: %s is within its limit again: %.3g", check.name, value)
+                    logging.info(
+                        "Diagnostics: %s is back within its limit: %.3g", check.name, value
+                    )
             self._contrary[check.name] = contrary
         off = [check for check in values if check.name in self._off]
         worst = max(off, key=lambda check: check.severity(values[check]), default=None)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from beast import checkpoint
+from beast.atari_games import is_spec_of_game
 from beast.atari_scores import human_normalized
 from beast.atomic_files import replace_file
 from beast.checkpoint import BEST, NEWEST, run_path
@@ -122,7 +123,10 @@ def test(flags, create_env, net_class):
     if flags.result_file is not None:
         path = pathlib.Path(flags.result_file).expanduser()
         try:
-            replace_file(path, json.dumps(result).encode())
+            if path.exists() and not path.is_file():  # a pipe or a device
+                path.write_text(json.dumps(result))
+            else:
+                replace_file(path, json.dumps(result).encode())
         except OSError as error:
             raise FlagError(f"cannot write --result_file {path}: {error}") from error
     return result
@@ -206,7 +210,7 @@ def t_quantile(num_degrees):
 def game_name(env):
     """Return ale-py's name of the game that an environment plays; None where it is no such game."""
     spec = env.unwrapped.spec
-    return spec.kwargs.get("game") if spec and "AtariEnv" in str(spec.entry_point) else None
+    return spec.kwargs.get("game") if is_spec_of_game(spec) else None
 
 
 def describe_protocol(environments, flags):

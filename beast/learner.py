@@ -15,7 +15,9 @@ class Batch(NamedTuple):
     """Rollouts to learn from, and what is logged of them."""
 
     rows: dict  # nests of tensors [T + 1, B, ...], on the learner's device
-    agent_state: tuple  # before row 0, a nest of tensors [layers, B, ...], there too
+    # Before row 0, a nest of tensors [layers, B, ...], there too; of `collect` a pair: before row 0
+    # and before row T.
+    agent_state: tuple
     cpu_rows: dict  # the same rows on the CPU
     policy_versions: list  # B numbers: of the weights that acted
     sources: dict  # the actors or streams that made them, for messages
@@ -28,14 +30,14 @@ class Learner:
       model: on its device.
       optimizer, decay: the optimizer, and a function that returns the factor of its learning rate
         after so many agent steps.
-      weights: SharedWeights or LocalWeights, into which new weights are published.
+      weights: SharedWeights, LocalWeights or Version, into which new weights are published.
 
     Attributes:
       group: of learners of the same policy, this one among them.
       num_threads: with which PyTorch shall compute in the learner's threads.
       lock: reentrant; held while anything here is changed or copied.
-      hold: returns a context manager, entered before the lock to save the state: in its block
-        nothing changes that lies in shared memory with other processes, which by default is none.
+      hold: returns a context manager, to enter before the lock is taken to save the state: it stops
+        other processes that change it, as gala.py's agents do. By default it does nothing.
       stats: dict of step (agent steps learned from), episode_returns and game_returns (of the last
         100), skipped_updates and skipped_in_a_row.
     """

@@ -197,7 +197,10 @@ class LearnerGroup:
         layouts = [layout for layout, _ in answers if layout]
         for layout in layouts:
             if layout != layouts[0]:
-                raise ValueError(f"learners have other metrics: {layout} and {layouts[0]}")
+                raise ValueError(
+                    f"learn must return the same metrics at all learners, but they have {layout} "
+                    f"and {layouts[0]}"
+                )
         self.exchange.has_to_stop = any(asks for _, asks in answers)
         if layouts:
             self.exchange.layout = layouts[0]

@@ -14,6 +14,7 @@ from beast.exchange import describe_net
 from beast.spaces import count_actions, empty_actions, empty_observation
 from libtorchbeast.rows import DTYPES
 
+LOWEST = torch.finfo(torch.float32).min  # finite, as all that is saved has to be
 T, B = 2, 3  # of the sample: with T = B = 1 a transposed or flattened answer would pass
 
 
@@ -127,13 +128,13 @@ class Population(torch.nn.Module):
 
     Attributes:
       agents: copies of it.
-      returns: [agents], the mean of the last games of each; -inf before the first.
+      returns: [agents], the mean of the last games of each; the lowest number before the first.
     """
 
     def __init__(self, net, num_agents, agent=None):
         super().__init__()
         self.agents = torch.nn.ModuleList(copy.deepcopy(net) for _ in range(num_agents))
-        self.register_buffer("returns", torch.full((num_agents,), -torch.inf))
+        self.register_buffer("returns", torch.full((num_agents,), LOWEST))
         self._agent = agent
 
     def initial_state(self, batch_size):

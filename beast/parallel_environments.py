@@ -136,7 +136,7 @@ class ParallelEnvironments:
         return None if self._is_awake else self.row
 
     def wake(self):
-        """Have `receive` and all that calls it return None from here on; for any thread."""
+        """Have `receive`, `step` and `initial` return None from now on; for any thread."""
         self._is_awake = True
         self._wake_writer.close()
 
@@ -167,7 +167,7 @@ class ParallelEnvironments:
         def copy(target, source):
             target[columns] = source.numpy()[columns]
 
-        # Episodes that were cut end here, with the totals they had; their games count for nothing.
+        # The row after a cut keeps the totals of the cut episodes, and their games are not counted.
         kept = (*TOTALS, "game_done") if process.is_new else ()
         for name in self.row.keys() - kept:
             map_nest(copy, self.row[name], self._shared[0][name])
@@ -176,7 +176,7 @@ class ParallelEnvironments:
     def _cut_episodes(self, columns):
         """Write the row of environments that are lost; their frames stay as they were."""
         row = self.row
-        for name in TOTALS:  # those of what had ended were counted with that row
+        for name in TOTALS:  # those of episodes that ended in the row before were counted then
             has_ended = row["game_done" if name.startswith("game") else "done"][columns]
             row[name][columns][has_ended] = 0
         for name in ("reward", "done", "terminated", "game_done"):
@@ -259,7 +259,7 @@ class Process:
     def _start(self):
         self.pipe, far_end = multiprocessing.Pipe()
         create_env, seeds, name, *shared = self._arguments
-        # Games that were played are not to be played again.
+        # Other seeds, so that the same games are not played again.
         seeds = [seed + self.deaths.total for seed in seeds]
         arguments = (step_environments, far_end, far_end, create_env, seeds, name, *shared)
         process = self._context.Process(target=actor_main, args=arguments, daemon=True)

@@ -58,7 +58,7 @@ class RunFolder:
             self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - until the process ends
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path in (NEWEST, BEST, "meta.json", "logs.csv"):  # of a process that was killed
-                (self.path / path).with_suffix(".tmp").unlink(missing_ok=True)
+                (self.path / f"{path}.tmp").unlink(missing_ok=True)
             if (self.path / "meta.json").exists():
                 with contextlib.suppress(ValueError):  # a damaged one is not worth a run
                     earlier = json.loads((self.path / "meta.json").read_text())

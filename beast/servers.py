@@ -21,7 +21,7 @@ from beast import credentials
 from beast.addresses import FOLDER_PREFIX, consecutive_addresses, expand_addresses
 from beast.errors import EnvError, FlagError
 from beast.server_processes import FIRST_PAUSE, GRACE
-from beast.spaces import count_actions, spaces_from_json
+from beast.spaces import spaces_from_json
 from libtorchbeast.access import is_local
 
 FIRST_LINE = 2  # seconds without an answer after which the log says so
@@ -52,7 +52,7 @@ class Servers:
     Attributes:
       addresses: of all servers.
       num_envs: environments a stream.
-      observation_space, action_space, num_actions: of the environments.
+      observation_space, action_space: of the environments.
       frame_skip: frames a step.
       spaces: all these as text, for ActorPool.
       env: the name of what they play, or None.
@@ -72,7 +72,6 @@ class Servers:
                 "environment by create_env of polybeast_env.py"
             )
         self.observation_space, self.action_space, self.frame_skip = spaces_from_json(self.spaces)
-        self.num_actions = count_actions(self.action_space)
 
     def pids(self):
         """Return the ids of local processes."""

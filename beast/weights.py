@@ -10,11 +10,11 @@ from beast.shared_memory import check_shared_memory
 class SharedCopies:
     """Copies of some tensors in one piece of shared memory. Index i is the tensors of copy i.
 
-    In one, since a process gets a file descriptor for each piece, and at its start 256 at most.
+    In one piece, because each costs a file descriptor, and a process gets at most 256 at its start.
 
     Args:
       tensors: on any device; what each copy holds at first.
-      what: they are, for errors.
+      what: names the tensors in errors.
 
     Raises:
       FlagError: /dev/shm has no room for all copies.
@@ -65,7 +65,7 @@ class SharedWeights:
         self._device_data = None
 
     def __getstate__(self):
-        """Return what a process needs that reads weights."""
+        """Return the state to send to a process that reads weights."""
         return {k: v for k, v in vars(self).items() if k != "_staging"} | {"_device_data": None}
 
     @property
@@ -143,3 +143,13 @@ class LocalWeights:
         use_after(event, tuple(weights), weights[0].device)
         torch._foreach_copy_(_tensors(model), weights)
         return version
+
+
+class Version:
+    """The number of the newest weights, where no other thread or process reads them."""
+
+    def __init__(self):
+        self.version = 0
+
+    def publish(self, model):
+        self.version += 1

@@ -126,7 +126,7 @@ class Campaign:
         self.check_checkpoints(killed, began)
 
     def is_writing(self):
-        return any(os.path.exists(self.run / name) for name in ("model.tmp", "best.tmp"))
+        return any(os.path.exists(self.run / name) for name in ("model.tar.tmp", "best.tar.tmp"))
 
     def check_leftovers(self, program, pids):
         """Check that all processes, sockets, folders and shared memory go, too."""

@@ -206,6 +206,7 @@ class Server:
         finally:
             try:
                 if environments is not None:
+                    self._busy_since[slot] = time.monotonic()  # closing may hang, too
                     environments.close()
             except BaseException:
                 logging.exception("%s: cannot close the environments", name)

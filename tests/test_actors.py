@@ -10,6 +10,7 @@ import pathlib
 import re
 import signal
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,6 +19,7 @@ from program import wait_until
 
 from beast import actors
 from beast.actors import Actors
+from beast.deaths import describe_exit
 from beast.errors import EnvError
 
 pytestmark = pytest.mark.whole
@@ -231,6 +233,15 @@ def test_a_process_that_cannot_be_started_does_not_stop_the_others(make_rig, mon
     wait_until(lambda: rig.actors._deaths[2].total > actors.MAX_DEATHS)
     assert "actor 2 cannot be started (BlockingIOError('no more processes')" in caplog.text
     rig.take_and_release_all()
+
+
+def test_why_a_process_has_ended():
+    process = types.SimpleNamespace(pid=7, exitcode=None)
+    assert describe_exit(process) == "its process 7 cannot be killed"
+    process.exitcode = -9
+    assert describe_exit(process) == "killed by SIGKILL"
+    process.exitcode = 3
+    assert describe_exit(process) == "it ended with status 3"
 
 
 def test_close_unblocks_take_and_is_no_error(make_rig):

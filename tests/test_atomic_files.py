@@ -32,6 +32,17 @@ def test_a_piece_that_fits_in_part_is_taken_back(small_disk):
     file.close()
 
 
+def test_files_of_one_stem_have_temporary_files_of_their_own(tmp_path, monkeypatch):
+    names, write = [], atomic_files._write_all
+    monkeypatch.setattr(
+        atomic_files, "_write_all", lambda file, x: names.append(file.name) or write(file, x)
+    )
+    for seed in (1, 2):
+        atomic_files.replace_file(tmp_path / f"pong.{seed}", b"%d" % seed)
+        assert (tmp_path / f"pong.{seed}").read_bytes() == b"%d" % seed
+    assert len(set(names)) == 2
+
+
 @pytest.fixture
 def make_csv(tmp_path):
     opened = []

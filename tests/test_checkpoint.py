@@ -190,10 +190,10 @@ def test_the_lock_is_free_while_the_disk_is_written_to(tmp_path):
     (tmp_path / "run").mkdir()
     learner = create_learner(flags, size=50_000)  # more than a pipe holds
     writer = checkpoint.Writer(flags, learner)
-    os.mkfifo(tmp_path / "run" / "model.tmp")  # which is written at the reader's pace
+    os.mkfifo(tmp_path / "run" / "model.tar.tmp")  # which is written at the reader's pace
     thread = threading.Thread(target=writer.save, args=(learner,), daemon=True)
     thread.start()
-    with open(tmp_path / "run" / "model.tmp", "rb") as reader:
+    with open(tmp_path / "run" / "model.tar.tmp", "rb") as reader:
         assert reader.read(1)
         assert learner.lock.acquire(timeout=60)
         learner.lock.release()

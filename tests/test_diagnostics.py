@@ -183,12 +183,12 @@ def test_a_hint_appears_once_and_vanishes_again(watched, caplog, name, value, te
     assert {watched.text(bad, 1) for _ in range(20)} == {text}
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.message.startswith(f"Health: {name} is {value:g}: ")
+    assert record.message.startswith(f"Diagnostics: {name} is {value:g}: ")
     assert any(word in record.message for word in ("raise", "lower", "look"))
     for _ in range(diagnostics.PATIENCE - 1):
         assert watched.text(GOOD, 1).startswith(text.split()[0])
     assert {watched.text(GOOD, 1) for _ in range(20)} == {"ok"}
-    assert caplog.messages[1:] == [f"Health: {name} is within its limit again: {GOOD[name]:g}"]
+    assert caplog.messages[1:] == [f"Diagnostics: {name} is back within its limit: {GOOD[name]:g}"]
 
 
 def test_the_worst_is_shown_and_each_is_logged(watched, caplog):
@@ -234,4 +234,4 @@ def test_a_run_logs_its_health_but_does_not_judge_the_first_updates(tmp_path, mo
     lines = [message for message in caplog.messages if "| health" in message]
     texts = [line.partition("| health ")[2].partition(" |")[0] for line in lines]
     assert texts == ["-"] * 4 + ["ok"] + ["clipped 1"] * 4  # the last one as the run ends
-    assert caplog.text.count("Health: clipped_updates is 1: ") == 1
+    assert caplog.text.count("Diagnostics: clipped_updates is 1: ") == 1

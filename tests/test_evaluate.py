@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import catch
 import catch_poly  # noqa: F401 - it makes the polybeast of this process play Catch
@@ -242,6 +243,12 @@ def test_a_fork_without_any_atari_plays_several_games_at_once_the_same_ones_with
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["returns"] == returns and result["step"] == 1234
     assert output.endswith(evaluate.describe_result(result) + "\n") and "human" not in output
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # which is written to, not replaced
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(pipe.read_text)
+        run_test(name, words, "--num_episodes 2 --result_file", pipe)
+        assert json.loads(reading.result(60))["step"] == 1234
 
 
 class Painter(Catch):

@@ -247,7 +247,7 @@ def test_the_loss_is_that_of_a2c_by_definition():
     (total / count).backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    loss, metrics = gala.compute_loss(flags, model, rows)
+    loss, metrics = gala.compute_loss(flags, model, rows, ())
     loss.backward()
     assert loss.item() == pytest.approx((total / count).item(), abs=1e-12)
     assert metrics["steps"] == count
@@ -265,7 +265,7 @@ def test_the_baseline_does_not_shape_what_the_policy_makes_of_vectors():
 def test_the_loss_is_that_of_ppo_as_a2c():
     model, flags = Table(), parse("--entropy_cost 0.01")
     rows = make_rows(model)
-    gala.compute_loss(flags, model, rows)[0].backward()
+    gala.compute_loss(flags, model, rows, ())[0].backward()
     expected = [p.grad.clone() for p in model.parameters()]
     arguments = "--gae_lambda 1 --advantage_scaling none --num_epochs 1 --num_minibatches 1"
     flags = ppo.parser.parse_args(["--disable_cuda", *arguments.split()])
@@ -273,7 +273,7 @@ def test_the_loss_is_that_of_ppo_as_a2c():
     ppo.check_flags(flags)
     flags.precision, flags.fp32_devices = "fp32", []
     model.zero_grad()
-    ppo.compute_loss(flags, model, ppo.prepare(flags, model, rows, ()), ())[0].backward()
+    ppo.compute_loss(flags, model, ppo.compute_targets(flags, model, rows, ()), ())[0].backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
 
@@ -294,6 +294,25 @@ def test_agents_with_averaged_gradients_are_one_with_all_environments(tmp_path):
     assert torch.equal(*weights)
 
 
+@pytest.mark.parametrize("exchange", ["gossip", "allreduce"])
+def test_parameters_without_a_gradient_stay_as_they_are(monkeypatch, exchange):
+    monkeypatch.setattr(gala.dist, "all_reduce", lambda x: x)
+    monkeypatch.setattr(gala.dist, "get_world_size", lambda: 1)
+    model, flags = Table(), parse(f"--exchange {exchange}")
+    model.register_parameter("more", torch.nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    model.policy.bias.requires_grad_(False)
+    gradient, before = torch.ones(23, dtype=torch.float64), copy.deepcopy(model)
+    gala.learn(flags, model, make_rows(model), (), gala.create_optimizer(flags, model), gradient)
+    assert torch.equal(model.more, before.more)
+    assert torch.equal(model.policy.bias, before.policy.bias)
+    assert not torch.equal(model.policy.weight, before.policy.weight)
+    norms = {name: x.norm() for (name, _), x in zip(
+        model.named_parameters(),
+        gradient.split([x.numel() for x in model.parameters()]), strict=True,
+    )}  # fmt: skip
+    assert norms["more"] == norms["policy.bias"] == 0 < norms["policy.weight"]
+
+
 def learn_with_averages(agent, rows, path):
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(path)
@@ -305,7 +324,7 @@ def learn_five_times(flags, rows):
     model = Table()
     optimizer = gala.create_optimizer(flags, model)
     for _ in range(5):
-        gala.learn(flags, model, rows, optimizer)
+        gala.learn(flags, model, rows, (), optimizer)
     return gala.flatten(model.parameters())
 
 
@@ -321,15 +340,15 @@ def learn_five_times(flags, rows):
             "--message_delay is 1, .* not for --exchange none --deterministic",
         ),
         ("--mode test --agent 4", "--agent is 4, but --num_agents is 4"),
-        ("--agent 2", "--agent is 2, but --mode is train"),
+        ("--agent 2", "--agent 2 is for --mode test"),
         ("--exchange none --max_staleness 3", "--max_staleness is 3, .* not for --exchange none"),
         ("--deterministic --max_staleness 3", "not for --exchange gossip --deterministic"),
         (
             "--exchange allreduce --topology complete",
             "is complete, .* not for --exchange allreduce",
         ),
-        ("--write_profiler_trace", "--write_profiler_trace is of one process"),
-        ("--env_backend ale_vector", "--env_backend is ale_vector, but gala.py"),
+        ("--write_profiler_trace", "--write_profiler_trace does not work"),
+        ("--env_backend ale_vector", "--env_backend ale_vector is for mono"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(arguments, message):
@@ -572,7 +591,7 @@ def test_a_killed_agent_is_replaced_or_ends_a_run_in_step(tmp_path, exchange):
         status, output = program.end(60)
         program.wait_for_members()
     assert status == (128 + signal.SIGTERM if exchange == "gossip" else 1), output
-    assert exchange == "gossip" or "died, for which the others wait" in output
+    assert exchange == "gossip" or "died, and all are needed" in output
     saved = load(folder / "model.tar")
     assert saved["step"] > 0
     weights = saved["model_state_dict"]  # biases are zeros at first

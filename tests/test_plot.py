@@ -12,7 +12,8 @@ import pytest
 from program import ROOT, run
 
 from beast import plot
-from beast.curves import PlotError
+from beast.checkpoint import NOT_RESUMED
+from beast.curves import NOT_SETTINGS, PlotError
 
 ROWS = [{"_tick": i, "_time": 1e9 + 5 * i, "step": 1000 * i} for i in range(41)]
 
@@ -47,6 +48,10 @@ def draw_page(tmp_path, *words):
     plot.main([*map(str, words), "--out", str(path)])
     page = path.read_text(encoding="utf-8")
     return page, json.loads(re.search(r'<script type="application/json" id="data">(.*)<', page)[1])
+
+
+def test_flags_that_are_not_resumed_do_not_part_curves():
+    assert set(NOT_RESUMED) - {"disable_cuda", "render_mode"} <= NOT_SETTINGS
 
 
 def curves(tmp_path, *words):

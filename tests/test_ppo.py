@@ -14,8 +14,10 @@ import torch
 from program import ROOT, Program, last_step, load, read_meta, read_rows, run
 from test_parallel_environments import Mixed
 
+import gala
 import ppo
 from beast import evaluate
+from beast.collect import INPUTS
 from beast.environments import map_nest
 from beast.errors import FlagError
 from beast.metrics import is_finite
@@ -76,6 +78,7 @@ def make_rows(model, seed=0):
         rows["action"] = torch.randn(T + 1, N, 2, generator=random, dtype=torch.float64)
     else:
         rows["action"] = torch.randint(4, (T + 1, N), generator=random)
+    rows["last_action"] = rows["action"]
     return rows
 
 
@@ -84,7 +87,7 @@ def test_targets_are_those_of_a_loop_over_each_episode(gae_lambda):
     model = Table()
     flags = parse(f"--gae_lambda {gae_lambda} --advantage_scaling none --reward_scaling none")
     rows = make_rows(model)
-    batch = ppo.prepare(flags, model, rows, ())
+    batch = ppo.compute_targets(flags, model, rows, ())
     values = model(rows, ())[0]["baseline"].detach()
     for i in range(N):
         advantage = 0.0
@@ -102,8 +105,47 @@ def test_targets_are_those_of_a_loop_over_each_episode(gae_lambda):
             assert batch["vs"][t, i].item() == pytest.approx(expected, abs=1e-12)
 
 
+def test_a_net_gets_as_much_when_it_learns_as_when_it_acts():
+    seen = []
+
+    class Net(Table):
+        def forward(self, inputs, agent_state):
+            seen.append({key: inputs[key] for key in INPUTS})
+            return super().forward(inputs, agent_state)
+
+    model, flags = Net(), parse("--num_minibatches 2")
+    rows = make_rows(Table())
+    batch = ppo.compute_targets(flags, model, rows, ())
+    ppo.compute_loss(flags, model, batch, ())
+    assert len(seen) == 2
+    for key in INPUTS:
+        torch.testing.assert_close(seen[0][key], rows[key][-1:], equal_nan=True)
+        torch.testing.assert_close(seen[1][key], rows[key][:-1], equal_nan=True)
+
+
+@pytest.mark.parametrize("program", [ppo, gala])
+@pytest.mark.parametrize(
+    ("shape", "num_weights"),
+    [
+        ((96, 96, 3), 32 * 3 * 8 * 8),  # CarRacing's
+        ((3, 96, 96), 32 * 3 * 8 * 8),
+        ((4, 84, 84), 32 * 4 * 8 * 8),
+        ((10, 10, 4), 16 * 4 * 3 * 3),  # MinAtar's
+        ((10, 10, 10), 16 * 10 * 3 * 3),
+    ],
+)
+def test_images_are_seen_with_their_channels_first_or_last(program, shape, num_weights):
+    image = torch.randint(256, (2, 3, *shape), dtype=torch.uint8)
+    net = program.Net(gym.spaces.Box(0, 255, shape, np.uint8), 5)
+    assert net.trunk[0].weight.numel() == num_weights
+    outputs, _ = net({"frame": image, "done": torch.zeros(2, 3, dtype=torch.bool)}, ())
+    assert outputs["policy_logits"].shape == (2, 3, 5)
+    first = shape if shape[0] < shape[-1] else (shape[-1], *shape[:-1])
+    assert program.scale_image(image[0]).shape == (3, *first)
+
+
 def gradients(model, flags, rows):
-    batch = ppo.prepare(flags, model, rows, ())
+    batch = ppo.compute_targets(flags, model, rows, ())
     model.zero_grad()
     ppo.compute_loss(flags, model, batch, ())[0].backward()
     return [p.grad.clone() for p in model.parameters()]
@@ -229,7 +271,7 @@ def test_one_epoch_of_one_minibatch_has_the_gradient_of_a2c(continuous):
         continuous,
     )
     rows = make_rows(model)
-    batch = ppo.prepare(flags, model, rows, ())
+    batch = ppo.compute_targets(flags, model, rows, ())
     found = gradients(model, flags, rows)
     model.zero_grad()
     outputs, _ = model(batch, ())
@@ -245,9 +287,9 @@ def test_one_epoch_of_one_minibatch_has_the_gradient_of_a2c(continuous):
 @pytest.mark.parametrize("use_gru", [False, True])
 def test_minibatches_are_parts_of_the_whole_and_hold_each_transition_once(use_gru):
     model, flags = Table(), parse("--num_minibatches 5" + " --use_gru" * use_gru)
-    batch = ppo.prepare(flags, model, make_rows(model), ())
+    batch = ppo.compute_targets(flags, model, make_rows(model), ())
     whole = ppo.compute_loss(flags, model, batch, ())[0]
-    parts = list(ppo.split(flags, batch, (batch["frame"][:1, :, 0],)))
+    parts = list(ppo.make_minibatches(flags, batch, (batch["frame"][:1, :, 0],)))
     sizes = [int(part["mask"].sum()) for part, _ in parts]
     assert len(parts) == 5 and sum(sizes) == int(batch["mask"].sum())
     for part, state in parts:  # with a GRU, whole columns and their states
@@ -295,7 +337,7 @@ def test_before_the_first_step_the_policy_is_the_one_that_acted(env, arguments):
     for _ in range(5):
         batch = next(batches)
         ends += batch.rows["done"].sum() + batch.rows["truncated"].sum()
-        prepared = ppo.prepare(flags, model, batch.rows, batch.agent_state[1])
+        prepared = ppo.compute_targets(flags, model, batch.rows, batch.agent_state[1])
         _, metrics = ppo.compute_loss(flags, model, prepared, batch.agent_state[0])
         assert abs(metrics["behavior_target_kl"]) < 1e-6 and metrics["clipped_rhos"] == 0
         answers, _ = model(prepared, batch.agent_state[0])
@@ -344,9 +386,9 @@ def test_metrics_of_a_rollout_of_one_row_are_finite(column, steps, penalty, cont
         ("--num_envs 6 --num_groups 4", "--num_envs is 6, which --num_groups 4 does not divide"),
         ("--num_envs 4 --num_env_processes 5", "is 5, but a group has 4 environments"),
         ("--num_envs 2 --unroll_length 3 --num_minibatches 7", "is 7, but a rollout has 6 steps"),
-        ("--use_gru --num_envs 4 --num_minibatches 5", "a rollout has 4 environments, of which"),
-        ("--env_backend ale_vector", "--env_backend is ale_vector, but ppo.py"),
-        ("--kl_target 0.02", "--kl_target is 0.02, but --penalty is clip"),
+        ("--use_gru --num_envs 4 --num_minibatches 5", "a rollout has 4 environments, which"),
+        ("--env_backend ale_vector", "--env_backend ale_vector is for mono"),
+        ("--kl_target 0.02", "--kl_target 0.02 is for --penalty kl"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(arguments, message):

@@ -113,7 +113,7 @@ def test_latest_links_the_newest_run_and_spares_what_is_no_link(tmp_path, open_f
 def test_what_a_killed_process_had_begun_to_write_is_removed(tmp_path, open_folder):
     flags = parse(tmp_path)
     save(flags)
-    for name in ("model", "best", "meta", "logs", "mine"):
+    for name in ("model.tar", "best.tar", "meta.json", "logs.csv", "mine"):
         (tmp_path / "run" / f"{name}.tmp").write_text("half")
     open_folder(flags)
     assert [path.stem for path in (tmp_path / "run").glob("*.tmp")] == ["mine"]

@@ -17,6 +17,7 @@ from deadline import DEADLINE, Thread, wait_until
 from stream import EnvironmentFailed, Stream, as_lists, from_nest, make_many, serving
 
 import atari_wrappers
+import libtorchbeast
 from beast.environments import Environments, map_nest
 from libtorchbeast import (
     ActorPool,
@@ -517,6 +518,25 @@ def test_environment_that_hangs_blocks_neither_other_streams_nor_the_servers_sto
     Counted.wait_for(0)
     for stream in streams:
         stream.close()
+
+
+def test_close_that_hangs_is_seen_by_who_looks_after_the_server():
+    closing, go_on = threading.Event(), threading.Event()
+    busy_since = [0.0] * libtorchbeast.MAX_STREAMS
+
+    class Slow(Counted):
+        def close(self):
+            closing.set()
+            assert go_on.wait(DEADLINE)
+            super().close()
+
+    with serving(Slow, ANY_PORT, busy_since=busy_since) as address:
+        with Stream(address) as stream:
+            play(stream, 3, lambda *_: np.zeros(1))
+        assert closing.wait(DEADLINE)
+        assert sum(since > 0 for since in busy_since) == 1
+        go_on.set()
+        wait_until(lambda: not any(busy_since))
 
 
 def test_close_that_raises_is_logged_and_survived(caplog):

@@ -100,7 +100,7 @@ def test_connect_gives_what_the_servers_say_of_their_environments():
     with serving(None, ANY_PORT, make_environments=make_many(Catch, 4), env="Catch") as address:
         with servers.connect(parse("--server_addresses", address), None) as found:
             assert found.addresses == [address] and found.num_envs == 4
-            assert found.env == "Catch" and found.num_actions == 3 and found.frame_skip == 1
+            assert found.env == "Catch" and found.action_space.n == 3 and found.frame_skip == 1
             assert found.observation_space == gym.spaces.Box(0, 1, (1, 10, 5), np.uint8)
             assert found.pids() == []
         arguments = ("--server_addresses", address, "--envs_per_stream", "7")
