@@ -54,6 +54,7 @@ from beast.precision import autocast, choose_precision, to_float32
 from beast.randomness import make_deterministic, seed_generators
 from beast.run import Run
 from beast.shared_memory import check_shared_memory
+from beast.spaces import is_channels_last
 from beast.threads import Threads
 from beast.weights import SharedCopies, Version
 from libtorchbeast.rows import draw_seeds
@@ -143,11 +144,6 @@ def initialize(layers, gain):
     return layers
 
 
-def is_channels_last(shape):
-    """Return whether an image is [H, W, C], as Gymnasium's and MinAtar's are, and not [C, H, W]."""
-    return shape[-1] <= shape[0]
-
-
 def image_trunk(shape):
     """Return convolutions for images [C, H, W] or [H, W, C], and their number of features."""
     channels, *size = (shape[-1], *shape[:-1]) if is_channels_last(shape) else shape
@@ -190,6 +186,8 @@ class Net(nn.Module):
         super().__init__()
         shape = observation_space.shape
         self.is_image = len(shape or ()) == 3 and observation_space.dtype.kind in "bu"
+        if not self.is_image and len(shape or ()) != 1:
+            raise ValueError("this net is for vectors, and for images of bytes or bools")
         self.knows_bf16 = self.is_image  # its last layers stay in float32
         self.trunk, size = image_trunk(shape) if self.is_image else (vector_trunk(shape[0]), 64)
         self.baseline_trunk = None if self.is_image else vector_trunk(shape[0])
@@ -278,7 +276,7 @@ def create_optimizer(flags, model):
     optimizer = torch.optim.RMSprop(
         model.parameters(), lr=flags.learning_rate, eps=flags.epsilon, alpha=flags.alpha
     )
-    # All of its state, since agents copy it: to one that is not empty, torch adds nothing.
+    # All of its state, since agents copy it, and torch adds it only to parameters that have none.
     for parameter in model.parameters():
         state = {"step": torch.zeros(()), "square_avg": torch.zeros_like(parameter)}
         optimizer.state[parameter] = state
@@ -320,7 +318,7 @@ def average_gradients(model):
     gradients /= dist.get_world_size()
     sizes = [p.numel() for p in model.parameters()]
     for parameter, part in zip(model.parameters(), gradients.split(sizes), strict=True):
-        if parameter.grad is not None:  # as at all agents
+        if parameter.grad is not None:  # at all agents, or at none
             parameter.grad.copy_(part.view_as(parameter))
 
 
@@ -367,8 +365,7 @@ def learn_alone(flags, link, sample_rows, net, shared_states, mailboxes, gradien
     if link.is_replacement:
         mailboxes.weights[in_peers[0] if in_peers else agent].load_into(model)
     if flags.exchange == "allreduce":
-        store = dist.TCPStore("localhost", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=agent, world_size=flags.num_agents)
+        link.join_group(port)
     seeds = draw_seeds([*link.seed, 1], flags.envs_per_agent)
     environments = ParallelEnvironments(
         functools.partial(create_env, flags), seeds, 0, f"agent {agent}"

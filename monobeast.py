@@ -318,7 +318,7 @@ def create_optimizer(flags, model):
     )
     # The mean of squares begins at 1, as in TensorFlow, where the paper's step sizes were found.
     # Begun at 0, the first steps are ten times as long, and the ReLUs die of them. Remove this loop
-    # with another optimizer: torch takes a state that is not empty for complete.
+    # with another optimizer: torch adds its state only to parameters that have none.
     for parameter in model.parameters():
         optimizer.state[parameter] = {
             "step": torch.zeros(()),

@@ -49,6 +49,7 @@ from beast.parser import Parser, fraction, non_negative, positive
 from beast.precision import autocast, choose_precision, to_float32
 from beast.randomness import make_deterministic, seed_generators
 from beast.run import Run
+from beast.spaces import is_channels_last
 from beast.threads import Threads
 from beast.weights import Version
 from libtorchbeast.rows import draw_seeds
@@ -77,7 +78,7 @@ def default_of(name):
 # fmt: off
 parser = Parser("ppo.py", "PPO on one machine.")
 add_run_flags(parser)
-parser.set_defaults(greedy=True, continuous=None)  # tests play without noise; train says which
+parser.set_defaults(greedy=True, continuous=None)  # tests are greedy; train sets continuous
 
 training = parser.add_argument_group("training")
 training.add_argument("--total_steps", type=positive(int),
@@ -164,11 +165,6 @@ def initialize(layers, gain):
             nn.init.orthogonal_(layer.weight, gain)
             nn.init.zeros_(layer.bias)
     return layers
-
-
-def is_channels_last(shape):
-    """Return whether an image is [H, W, C], as Gymnasium's and MinAtar's are, and not [C, H, W]."""
-    return shape[-1] <= shape[0]
 
 
 def image_trunk(shape):

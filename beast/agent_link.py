@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """An agent process's connection to the main process: reports, pauses, heartbeats."""
 
+import datetime
 import time
 
 import torch
+import torch.distributed as dist
 
 from beast.environments import map_nest
 from beast.metrics import is_finite
@@ -47,6 +49,13 @@ class AgentLink:
         self.rounds[self.agent] += 1
         self._heartbeats[self.agent] = time.monotonic()
         self.wait_until(lambda: self.rounds[self.agent] < self._limits[PACE])
+
+    def join_group(self, port):
+        """Join the group of all agents, whose master TCPStore has this port, for all_reduce."""
+        store = dist.TCPStore("localhost", port, is_master=False)
+        timeout = datetime.timedelta(days=30)  # a job may be suspended
+        sizes = {"rank": self.agent, "world_size": len(self.rounds)}
+        dist.init_process_group("gloo", store=store, timeout=timeout, **sizes)
 
     def has_to_hold(self):
         return bool(self.rounds[self.agent] >= self._limits[HOLD])

@@ -60,8 +60,11 @@ class Agents:
         self._game_returns = [[] for _ in range(n)]  # the last 100 of each
         self._processes, self._pipes = [None] * n, [None] * n
         self._wake_reader, self._wake_writer = multiprocessing.Pipe(duplex=False)
-        for agent in range(n):
-            self._start(agent)
+        with contextlib.ExitStack() as stack:  # which ends those before one that does not start
+            stack.callback(self.close)
+            for agent in range(n):
+                self._start(agent)
+            stack.pop_all()
 
     def updates(self):
         """Yield metrics and a Batch of each update of each agent, until all are held for good.
@@ -77,7 +80,7 @@ class Agents:
                 self._condition.notify_all()
 
     def _in_order(self):
-        """Yield an update of each agent, in the order of their numbers, again and again."""
+        """Yield one update of each agent in turn."""
         rounds = [deque() for _ in self._processes]
         for update in self._as_they_come():
             rounds[update[0]].append(update)
@@ -120,9 +123,14 @@ class Agents:
         """
         self._ask_to_hold()
         with self._condition:
-            if not self._condition.wait_for(
-                lambda: all(self._held) or not self._is_read, HOLD_TIMEOUT
+            lookout = Lookout()  # to wait longer where this process was stopped
+            begin = time.monotonic()
+            while not (all(self._held) or not self._is_read) and (
+                lookout.seconds_silent(begin) < HOLD_TIMEOUT
             ):
+                self._condition.wait(1)
+                lookout.look()
+            if self._is_read and not all(self._held):
                 late = [agent for agent, held in enumerate(self._held) if not held]
                 logging.warning(
                     "Agents %s have not finished an update for %d s", late, HOLD_TIMEOUT
@@ -171,10 +179,10 @@ class Agents:
     def close(self):
         """End all processes."""
         self.finish()
-        for pipe in self._pipes:
+        for pipe in filter(None, self._pipes):
             pipe.close()  # which they notice
         deadline = time.monotonic() + 3
-        for process in self._processes:
+        for process in filter(None, self._processes):
             end_process(process, deadline - time.monotonic())
 
     def game_returns(self):
@@ -208,11 +216,12 @@ class Agents:
             self._limits[HOLD] = hold
 
     def _seconds_silent(self):
-        return [
-            (agent, self._lookout.seconds_silent(beat))
-            for agent, beat in enumerate(self._heartbeats.tolist())
-            if not self._held[agent]
-        ]
+        with self._condition:
+            return [
+                (agent, self._lookout.seconds_silent(beat))
+                for agent, beat in enumerate(self._heartbeats.tolist())
+                if not self._held[agent]
+            ]
 
     def _read(self, agent):
         """Handle what an agent has sent; return why it has failed, if it has."""
@@ -245,8 +254,8 @@ class Agents:
         cause = cause or describe_exit(process)
         if self._in_step:
             raise EnvError(
-                f"agent {agent} died, and all are needed with --exchange allreduce and "
-                f"--deterministic: {cause}"
+                f"agent {agent} died, and with --exchange allreduce or --deterministic the others "
+                f"cannot go on without it: {cause}"
             )
         if self._is_over:
             logging.error("Agent %d ended before its last update was saved: %s", agent, cause)
@@ -272,6 +281,10 @@ class Agents:
         process = self._context.Process(
             target=actor_main, args=arguments, kwargs={"niceness": 0}, daemon=True
         )
-        with far_end:
-            start_process(process, f"agent {agent}")
+        try:
+            with far_end:
+                start_process(process, f"agent {agent}")
+        except EnvError:
+            pipe.close()
+            raise
         self._processes[agent], self._pipes[agent] = process, pipe

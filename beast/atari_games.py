@@ -9,7 +9,7 @@ import gymnasium as gym
 def is_game(env_id):
     """Return whether an id of Gymnasium is a game of ale-py."""
     _register()
-    return is_spec_of_game(gym.registry.get(env_id))  # of "module:Name-v0" there is none yet
+    return is_spec_of_game(gym.registry.get(env_id))  # "module:Name-v0" registers later
 
 
 def is_spec_of_game(spec):

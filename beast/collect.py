@@ -7,7 +7,7 @@ from beast.environments import map_nest
 from beast.learner import Batch
 from beast.precision import autocast, to_float32
 
-INPUTS = ("frame", "reward", "done", "last_action")  # of a row, for the net
+INPUTS = ("frame", "reward", "done", "last_action")  # keys of a row that the net gets
 
 
 def collect(flags, model, groups, sample_rows):

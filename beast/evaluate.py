@@ -123,7 +123,8 @@ def test(flags, create_env, net_class):
     if flags.result_file is not None:
         path = pathlib.Path(flags.result_file).expanduser()
         try:
-            if path.exists() and not path.is_file():  # a pipe or a device
+            # A pipe or a device; or a link, perhaps to one, as /dev/stdout is.
+            if path.is_symlink() or (path.exists() and not path.is_file()):
                 path.write_text(json.dumps(result))
             else:
                 replace_file(path, json.dumps(result).encode())

@@ -44,8 +44,8 @@ def start_process(process, name):
             process.start()
     except (EOFError, OSError) as error:
         raise EnvError(
-            f"{name} cannot be started ({error!r}): look for free memory, and at the limit of "
-            "processes (ulimit -u)"
+            f"{name} cannot be started ({error!r}): look for an error above, for free memory, and "
+            "at the limits of processes and files (ulimit -u, -n)"
         ) from error
 
 

@@ -14,7 +14,7 @@ from beast.exchange import describe_net
 from beast.spaces import count_actions, empty_actions, empty_observation
 from libtorchbeast.rows import DTYPES
 
-LOWEST = torch.finfo(torch.float32).min  # finite, as all that is saved has to be
+LOWEST = torch.finfo(torch.float32).min  # finite, or checkpoints may be refused
 T, B = 2, 3  # of the sample: with T = B = 1 a transposed or flattened answer would pass
 
 

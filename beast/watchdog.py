@@ -18,12 +18,14 @@ import traceback
 # Times --stall_timeout_s: an actor or environment server that is silent for so long is killed and
 # replaced.
 PATIENCE = 5
-MAX_GAP = 10  # seconds from one look of a lookout to the next, beyond which it was stopped itself
+# Seconds from one look of a watcher to the next, beyond which it was stopped itself. None lets more
+# than 5 pass by itself. A shorter stop counts as silence.
+MAX_GAP = 10
 STDERR = 2  # also where sys.stderr is something else
 
 
 class Lookout:
-    """For how long others have been silent, as one sees it who looks after them in rounds.
+    """Measures the silence of others, for a watcher that looks at them again and again.
 
     If it was stopped itself (SIGSTOP, Ctrl-Z, a suspended job), they may have been stopped with it:
     their silence counts from when it goes on.
@@ -37,14 +39,15 @@ class Lookout:
 
     def look(self):
         """Begin a round; return whether it was stopped since the last one."""
-        before, self.last_look = self.last_look, time.monotonic()
-        was_stopped = self.last_look - before > MAX_GAP
+        now = time.monotonic()
+        was_stopped = now - self.last_look > MAX_GAP
         if was_stopped:
-            self._since = self.last_look
+            self._since = now  # first, since other threads ask meanwhile
+        self.last_look = now
         return was_stopped
 
     def seconds_silent(self, heartbeat):
-        """Return the seconds since a heartbeat, a time.monotonic(); 0 if no round is under way."""
+        """Return the seconds since a heartbeat, a time.monotonic(); 0 if no look is recent."""
         now = time.monotonic()
         return 0.0 if now - self.last_look > MAX_GAP else now - max(heartbeat, self._since)
 
@@ -87,7 +90,13 @@ class Watchdog:
         while not self._stop.wait(min(self._timeout_s / 4, 5)):
             # For when not even this thread can run, since another keeps the interpreter to itself.
             faulthandler.dump_traceback_later(2 * self._timeout_s, file=STDERR)
+            last_look = self._lookout.last_look
             if self._lookout.look():
+                logging.warning(
+                    "This process has stood still for %.0f s: was it stopped, or the machine?",
+                    time.monotonic() - last_look,
+                )
+                self._next.clear()
                 continue  # others have had no time yet to go on
             frames = sys._current_frames()
             for thread, (name, what, since) in list(self._beats.items()):
@@ -102,7 +111,7 @@ class Watchdog:
 
     def _is_news(self, name, seconds):
         if seconds < self._timeout_s:
-            if self._next.pop(name, None):
+            if seconds > 0 and self._next.pop(name, None):  # 0: nobody has looked
                 logging.info("%s is no longer silent", name)
             return False
         if seconds < self._next.get(name, 0):
@@ -142,6 +151,12 @@ def print_stacks_on_signal(other_processes=list):
                 os.kill(pid, signal.SIGUSR1)
                 time.sleep(0.05)  # so that they do not print at the same time
 
+    def stop(*_):  # by Ctrl-Z, or before Slurm's SIGSTOP
+        # The watchdog's timer would go off as soon as the process goes on.
+        faulthandler.cancel_dump_traceback_later()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    signal.signal(signal.SIGTSTP, stop)
     faulthandler.unregister(signal.SIGUSR1)  # else to register again would do nothing
     signal.signal(signal.SIGUSR1, print_others)
     # The main thread's comes first, and without the interpreter, which may be what hangs.

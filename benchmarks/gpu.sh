@@ -39,7 +39,7 @@ if [ "${1:-}" = --disable_cuda ]; then
   shift
 fi
 declare -A LIMITS=( # seconds
-  [machine]=30 [setup]=90 [tests]=150 [environments]=60 [net]=150 [contended]=70 [sweep]=390
+  [machine]=30 [setup]=90 [tests]=250 [environments]=60 [net]=150 [contended]=70 [sweep]=390
   [pong]=270 [trace]=150 [ppo]=210 [gala]=210
 )
 

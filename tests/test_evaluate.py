@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import types
-from concurrent.futures import ThreadPoolExecutor
 
 import catch
 import catch_poly  # noqa: F401 - it makes the polybeast of this process play Catch
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from catch_env import Catch, Counter
+from deadline import Thread
 from program import HELPERS, ROOT, Program, column, last_step, read_rows, split_words, wait_until
 
 import atari_wrappers
@@ -245,10 +245,13 @@ def test_a_fork_without_any_atari_plays_several_games_at_once_the_same_ones_with
     assert output.endswith(evaluate.describe_result(result) + "\n") and "human" not in output
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)  # which is written to, not replaced
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(pipe.read_text)
-        run_test(name, words, "--num_episodes 2 --result_file", pipe)
-        assert json.loads(reading.result(60))["step"] == 1234
+    reading = Thread(pipe.read_text)
+    run_test(name, words, "--num_episodes 2 --result_file", pipe)
+    assert json.loads(reading.result())["step"] == 1234
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "linked.json")
+    run_test(name, words, "--num_episodes 2 --result_file", link)
+    assert link.is_symlink() and json.loads(link.read_text())["step"] == 1234
 
 
 class Painter(Catch):

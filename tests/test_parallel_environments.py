@@ -218,7 +218,6 @@ def test_deaths_in_a_row_are_an_error(environments, monkeypatch):
 def test_a_process_that_cannot_be_replaced_is_an_error(environments, monkeypatch):
     several = environments(Counter, 2)
     several.initial()
-    start = multiprocessing.process.BaseProcess.start
 
     def fail(self):
         raise EOFError  # as where the fork server has died of it
@@ -227,7 +226,6 @@ def test_a_process_that_cannot_be_replaced_is_an_error(environments, monkeypatch
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", fail)
     with pytest.raises(EnvError, match=r"process 1 cannot be started \(EOFError.*ulimit -u"):
         several.step(np.zeros(5, np.int64))
-    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start)
 
 
 @pytest.mark.parametrize("num_processes", [0, 2])
