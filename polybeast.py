@@ -437,7 +437,7 @@ def train(flags):
 
         with Run(flags, learner) as run:
             streams = Streams(flags, env_servers, initial_state, run.first_step, device)
-            with Threads(run.stop, on_exit=[streams.close]) as threads:
+            with Threads(run.stop, on_exit=[streams.queue.close, streams.batcher.close]) as threads:
                 threads.start(streams.run, name="actors")
                 threads.start(streams.log_events)
                 threads.start(streams.watch_servers, run.stop)

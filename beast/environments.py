@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step N Gymnasium environments as one batch, whose rows libtorchbeast/rows.py describes."""
 
+import contextlib
+
 import gymnasium as gym
 import numpy as np
 
@@ -131,9 +133,10 @@ class Environments:
         return self.row
 
     def close(self):
-        for env in self.envs:
-            env.close()
-        self.envs = []
+        with contextlib.ExitStack() as stack:  # all, whichever raises
+            for env in reversed(self.envs):
+                stack.callback(env.close)
+            self.envs = []
 
     def _check_actions(self, actions):
         likeness = self.row["last_action"]

@@ -187,7 +187,7 @@ class LocalServers:
         try:
             self.process.wait(GRACE + 2)
         except subprocess.TimeoutExpired:
-            self.process.kill()  # upon which its children end
+            self._kill_all()
             self.process.wait()
         self._folder.cleanup()
 
@@ -195,6 +195,11 @@ class LocalServers:
         # In a process group of its own, since a Ctrl-C is for the learner, which still needs them.
         self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, process_group=0)
         logging.info("Starting environment servers (%s): %d", self._command[1], len(self.addresses))
+
+    def _kill_all(self):
+        """Kill the main process and its children, which would end by themselves, if not stopped."""
+        with contextlib.suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def check(self):
         """Restart them if they were killed; return False if they have ended by themselves."""
@@ -204,8 +209,12 @@ class LocalServers:
             logging.error("The environment servers' main process was killed by %s", how)
             self.process.stdin.close()
             time.sleep(FIRST_PAUSE)  # in which its children notice, and remove sockets and folder
+            self._kill_all()
             os.makedirs(self._folder.name, exist_ok=True)
-            self._start()
+            try:
+                self._start()
+            except OSError as error:  # no memory, say; the next check tries again
+                logging.error("The environment servers cannot be started: %s", error)
         return status is None or status < 0
 
 

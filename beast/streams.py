@@ -93,11 +93,6 @@ class Streams:
             if self._pool.num_connected() == 0:
                 logging.warning("No environment server answers: waiting for %s", self._addresses)
 
-    def close(self):
-        """Wake everybody who waits; end all streams."""
-        self.queue.close()
-        self.batcher.close()
-
     def count_batch(self, num_rows):
         """Count a batch that inference has answered."""
         with self._lock:

@@ -21,6 +21,8 @@ using Seconds = std::chrono::duration<double>;
 constexpr size_t kAgentDim = 1;  // batch dimension of agent states and outputs
 constexpr size_t kMaxEvents = 1000;
 constexpr auto kWatchInterval = std::chrono::milliseconds(250);
+constexpr auto kMaxGap = std::chrono::seconds(10);  // of two looks: then this process was stopped
+constexpr double kMaxTimeout = 1e9;                 // seconds; more would overflow
 constexpr Seconds kFirstPause{0.1};
 constexpr Seconds kLongestPause{30};
 
@@ -84,8 +86,10 @@ ActorPool::ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learn
           "there are " + std::to_string(options_.seeds.size()) + " seeds for " +
               std::to_string(addresses_.size()) + " streams");
   require(num_envs >= 1, "num_envs is " + std::to_string(num_envs) + "; it must be at least 1");
-  require(options_.connect_timeout_s > 0 && options_.step_timeout_s > 0,
-          "connect_timeout_s and step_timeout_s must be positive");
+  for (const double timeout : {options_.connect_timeout_s, options_.step_timeout_s}) {
+    require(timeout > 0 && timeout <= kMaxTimeout,
+            "connect_timeout_s and step_timeout_s must be positive, and at most 1e9");
+  }
   options_.credentials.check();
 }
 
@@ -104,9 +108,18 @@ void ActorPool::run() {
     Lock lock(mutex_);
     num_running_ -= addresses_.size() - threads.size();
   }
+  auto last_look = Clock::now();
   while (!wait_for_end(Clock::now() + kWatchInterval)) {
     if (learner_queue_->is_closed() || inference_batcher_->is_closed()) stop();
-    for (const auto& stream : streams()) stream->cancel_if_late();
+    const auto gap = Clock::now() - last_look;
+    last_look += gap;
+    for (const auto& stream : streams()) {
+      if (gap > kMaxGap) {
+        stream->extend(gap);
+      } else {
+        stream->cancel_if_late();
+      }
+    }
   }
   for (std::thread& thread : threads) thread.join();
   Lock lock(mutex_);
@@ -173,7 +186,13 @@ void ActorPool::run_stream(size_t index, Seconds* pause) {
   try {
     std::optional<int32_t> actor;
     if (options_.dict_outputs) actor = static_cast<int32_t>(index);
-    Rollout rollout(unroll_length_, options_.dict_outputs, *step, pool_, actor);
+    Rollout rollout = [&] {
+      try {
+        return Rollout(unroll_length_, options_.dict_outputs, *step, pool_, actor);
+      } catch (const std::bad_alloc&) {
+        throw WireError("rows of which a rollout does not fit into memory");
+      }
+    }();
     agreement_.check_row(address, rollout.env_outputs(0));
     const int64_t num_envs = rollout.num_envs();
     Nest<Array> state = repeat_columns(initial_agent_state_, num_envs, kAgentDim, *pool_);
@@ -272,6 +291,7 @@ void ActorPool::fail(std::exception_ptr error) {
 void ActorPool::stop() {
   {
     Lock lock(mutex_);
+    if (stopped_) return;
     stopped_ = true;  // from here on no stream is opened
   }
   changed_.notify_all();

@@ -22,9 +22,10 @@ void check_batch_sizes(int64_t batch_dim, int64_t minimum_batch_size, int64_t ma
                                 ", below minimum_batch_size, which is " +
                                 std::to_string(minimum_batch_size));
   }
-  if (timeout_ms && *timeout_ms < 0) {
+  constexpr int64_t kMaxTimeoutMs = 1'000'000'000'000;  // more would overflow
+  if (timeout_ms && (*timeout_ms < 0 || *timeout_ms > kMaxTimeoutMs)) {
     throw std::invalid_argument("timeout_ms is " + std::to_string(*timeout_ms) +
-                                "; it must not be negative");
+                                "; it must be from 0 to 1e12");
   }
 }
 

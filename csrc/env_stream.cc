@@ -12,7 +12,8 @@ namespace torchbeast {
 
 namespace {
 
-constexpr auto kGrace = std::chrono::seconds(1);            // for a stream that has failed to end
+constexpr auto kGrace = std::chrono::seconds(1);  // for a stream that has failed to end
+constexpr size_t kMaxErrorBytes = 20'000;         // of an environment's error that are shown
 constexpr auto kPatience = std::chrono::milliseconds(200);  // until a cancelled wait is noticed
 
 std::shared_ptr<grpc::Channel> make_channel(const std::string& address,
@@ -79,8 +80,8 @@ const rpcenv::Step& EnvStream::open(std::chrono::duration<double> connect_timeou
                          seconds_text(connect_timeout) + why_unreachable());
     }
   }
-  stream_ = rpcenv::RPCEnvServer::NewStub(channel_)->StreamingEnv(&context_);
   begin_wait(answer_timeout);
+  stream_ = rpcenv::RPCEnvServer::NewStub(channel_)->StreamingEnv(&context_);  // may wait, too
   read();
   if (!step_.has_handshake()) {
     throw ConnectionError("the environment server at " + address_ + " sent no handshake");
@@ -132,7 +133,11 @@ const rpcenv::Step& EnvStream::read() {
   if (!stream_->Read(&step_)) fail();
   deadline_ = 0;
   if (!step_.error().empty()) {
-    throw EnvironmentError("the environment server at " + address_ + " says: " + step_.error());
+    std::string error = step_.error();
+    if (error.size() > kMaxErrorBytes) {  // the end of a traceback says what it was
+      error = "..." + error.substr(error.size() - kMaxErrorBytes);
+    }
+    throw EnvironmentError("the environment server at " + address_ + " says: " + error);
   }
   return step_;
 }
@@ -161,6 +166,12 @@ void EnvStream::cancel_if_late() {
   if (deadline != 0 && Clock::now().time_since_epoch().count() > deadline) {
     late_ = true;
     context_.TryCancel();
+  }
+}
+
+void EnvStream::extend(Clock::duration time) {
+  Clock::rep deadline = deadline_;  // which the stream's thread may change meanwhile
+  while (deadline != 0 && !deadline_.compare_exchange_weak(deadline, deadline + time.count())) {
   }
 }
 

@@ -53,6 +53,9 @@ class EnvStream {
   // synchronous stream has no time limit of its own for a message.
   void cancel_if_late();
 
+  // Give what goes on so much more time: nobody could answer while this process was stopped.
+  void extend(Clock::duration time);
+
  private:
   void begin_wait(std::chrono::duration<double> timeout);
   std::string why_unreachable();

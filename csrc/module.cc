@@ -168,6 +168,18 @@ std::shared_ptr<ActorPool> make_actor_pool(int64_t unroll_length,
                                      from_python(initial_agent_state), read_options(keywords));
 }
 
+// Of what peers say, which may be any bytes.
+py::str to_text(const std::string& bytes) {
+  PyObject* text =
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace");
+  if (text == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(text);
+}
+
+void set_text_error(PyObject* type, const std::exception& error) {
+  PyErr_SetObject(type, to_text(error.what()).ptr());
+}
+
 py::str next_event(ActorPool& pool) {
   std::optional<std::string> event;
   {
@@ -175,7 +187,7 @@ py::str next_event(ActorPool& pool) {
     event = pool.next_event();
   }
   if (!event) throw py::stop_iteration();
-  return py::str(*event);
+  return to_text(*event);
 }
 
 py::dict query_server(const std::string& address, std::optional<int64_t> num_envs, double timeout_s,
@@ -209,13 +221,13 @@ PYBIND11_MODULE(_C, m) {
     try {
       if (error) std::rethrow_exception(error);
     } catch (const TimeoutError& e) {
-      py::set_error(PyExc_TimeoutError, e.what());
+      set_text_error(PyExc_TimeoutError, e);
     } catch (const RefusedError& e) {
-      py::set_error(PyExc_ConnectionRefusedError, e.what());
+      set_text_error(PyExc_ConnectionRefusedError, e);
     } catch (const EnvironmentError& e) {
-      py::set_error(PyExc_ConnectionAbortedError, e.what());
+      set_text_error(PyExc_ConnectionAbortedError, e);
     } catch (const ConnectionError& e) {
-      py::set_error(PyExc_ConnectionError, e.what());
+      set_text_error(PyExc_ConnectionError, e);
     }
   });
 

@@ -4,6 +4,7 @@
 Environments of beast/environments.py have Gymnasium's API and spaces, against which all is checked.
 """
 
+import contextlib
 import inspect
 
 import numpy as np
@@ -59,10 +60,11 @@ class PlainEnvironments:
         return self._rows.row
 
     def close(self):
-        for env in self._envs:
-            if hasattr(env, "close"):
-                env.close()
-        self._envs = []
+        with contextlib.ExitStack() as stack:  # all, whichever raises
+            for env in reversed(self._envs):
+                if hasattr(env, "close"):
+                    stack.callback(env.close)
+            self._envs = []
 
     def _step(self, i, actions):
         result = self._envs[i].step(_column(actions, i))

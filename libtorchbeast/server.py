@@ -43,16 +43,20 @@ _OPTIONS = (
     ("grpc.max_concurrent_streams", 2 * MAX_STREAMS),  # a connection
     ("grpc.max_metadata_size", wire.MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", wire.MAX_METADATA_BYTES),
-    # An unplugged client sends nothing: ping it. And let it ping us.
+    # Let clients ping us.
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+# An unplugged client sends nothing: ping it. Not on unix sockets, which nobody unplugs: a learner
+# that was stopped (Ctrl-Z) shall find its streams again.
+_KEEPALIVE = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # Where gRPC has a ping of its own under way, it sends none of those; the wait is the same.
     ("grpc.http2.ping_timeout_ms", 20_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.max_ping_strikes", 0),
 )
 
 
@@ -119,7 +123,8 @@ class Server:
         """Serve until `stop`. Calls `started`, if given, with the address once clients can connect.
 
         Raises:
-          RuntimeError: the address cannot be served on; or this is the second run.
+          RuntimeError: the address cannot be served on; no thread can be started for a stream; or
+            this is the second run.
         """
         with self._condition:
             if self._thread is not None:
@@ -127,7 +132,16 @@ class Server:
             self._thread = threading.get_ident()
         handler = grpc.stream_stream_rpc_method_handler(self._run_stream)  # of bytes
         # A backstop, in case that calls come in faster than _take_slot counts them.
-        server = grpc.server(_Threads(), options=_OPTIONS, maximum_concurrent_rpcs=2 * MAX_STREAMS)
+        options = _OPTIONS if self._address.startswith("unix:") else _OPTIONS + _KEEPALIVE
+        failures = []
+
+        def fail(error):
+            failures.append(error)
+            self._stop.set()
+
+        server = grpc.server(
+            _Threads(fail), options=options, maximum_concurrent_rpcs=2 * MAX_STREAMS
+        )
         server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler("rpcenv.RPCEnvServer", {"StreamingEnv": handler})]
         )
@@ -142,6 +156,8 @@ class Server:
             with self._condition:
                 self._condition.wait_for(lambda: len(self._free_slots) == MAX_STREAMS, GRACE)
             self._stopped.set()
+        if failures:
+            raise RuntimeError(f"a stream cannot be served, for want of a thread: {failures[0]}")
 
     def stop(self):
         """End all streams and `run`, and wait for that, unless called in the thread that runs."""
@@ -231,7 +247,15 @@ class Server:
 
 
 class _Threads(futures.Executor):
-    """Runs each call in a thread of its own, which need not end before the process may."""
+    """Runs each call in a thread of its own, which need not end before the process may.
+
+    Args:
+      on_failure: called with the error where no thread can be started. Raised here, it would end
+        gRPC's own thread, and with it all streams, unseen.
+    """
+
+    def __init__(self, on_failure):
+        self._on_failure = on_failure
 
     def submit(self, function, /, *args, **kwargs):
         future = futures.Future()
@@ -242,7 +266,11 @@ class _Threads(futures.Executor):
             except BaseException as error:
                 future.set_exception(error)
 
-        threading.Thread(target=run, name="stream", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="stream", daemon=True).start()
+        except RuntimeError as error:
+            future.set_exception(error)
+            self._on_failure(error)
         return future
 
 

@@ -4,6 +4,9 @@
 import collections
 import contextlib
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -26,6 +29,7 @@ from counting import (
     wait_for_end,
 )
 from deadline import DEADLINE, Thread, run_with_deadline, wait_until
+from program import ROOT
 from stream import FIELDS, ServerThread, from_nest, make_many
 from test_server import Old
 
@@ -587,6 +591,7 @@ IN_A_TUPLE = rpcenv_pb2.Nest(items=[from_nest(np.zeros((2, 3), np.uint8))])
     ("odd", "message"),
     [  # agreement_test.cc has all that servers must agree in
         (obey(2, env="Asterix"), "plays Asterix, expected Pong"),
+        (obey(2, env="a" + 200 * "é"), "plays aé.*�?\\.\\.\\., expected Pong"),  # cut within one
         (obey(3), "3.*2"),
         (obey(2, observation=IN_A_TUPLE), r"\(\(uint8.*\(uint8"),  # the same arrays, in a tuple
     ],
@@ -634,6 +639,68 @@ def test_a_message_that_should_not_be_is_a_clear_connection_error(start, name):
     with pytest.raises(ConnectionError, match=re.escape(server.address)) as caught:
         rig.running.result()
     assert len(str(caught.value)) > len(server.address) + 20  # it says what
+
+
+def test_of_an_environments_error_the_end_is_shown(start):
+    error = 100_000 * "x" + "ValueError: the ball is lost"
+    server = start(FakeServer(say(make_first(), rpcenv_pb2.Step(error=error))))
+    rig = start(Rig([server.address], act_zero, ()))
+    with pytest.raises(ConnectionError, match="says: \\.\\.\\.xxx.*the ball is lost$") as caught:
+        rig.running.result()
+    assert 20_000 < len(str(caught.value)) < 20_200
+
+
+@pytest.mark.parametrize("option", ["step_timeout_s", "connect_timeout_s"])
+@pytest.mark.parametrize("value", [0, -1, 1e10, float("inf"), float("nan")])
+def test_a_time_limit_that_is_none_is_refused(option, value):
+    with pytest.raises(ValueError, match="must be positive, and at most 1e9"):
+        ActorPool(T, BatchingQueue(), DynamicBatcher(), ["localhost:1"], (), **{option: value})
+
+
+STOPPED = """
+import sys, threading, torch
+from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
+
+queue, batcher = BatchingQueue(), DynamicBatcher()
+pool = ActorPool(2, queue, batcher, sys.argv[1:], (), step_timeout_s=11)
+
+def answer():
+    for batch in batcher:
+        (_, reward, *_), state = batch.get_inputs()
+        batch.set_outputs(((torch.zeros_like(reward, dtype=torch.int64),), state))
+
+for function in (pool.run, answer):
+    threading.Thread(target=function, daemon=True).start()
+next(queue)
+print("a rollout")
+"""
+
+
+@pytest.mark.whole
+def test_a_learner_that_was_stopped_finds_its_streams_again(start, tmp_path):
+    """For longer than an answer may take, and than servers wait for a learner on TCP."""
+    is_stepping, go_on = threading.Event(), threading.Event()
+
+    class Gate(counting.Counting):
+        def step(self, action):
+            is_stepping.set()
+            assert go_on.wait(DEADLINE)
+            return super().step(action)
+
+    server = start(ServerThread(Gate, f"unix:{tmp_path}/socket"))
+    command = [sys.executable, "-c", STOPPED, server.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as learner:
+        try:
+            assert is_stepping.wait(DEADLINE)
+            learner.send_signal(signal.SIGSTOP)
+            time.sleep(22)
+            learner.send_signal(signal.SIGCONT)
+            time.sleep(1)  # in which it looks at its streams
+            go_on.set()
+            assert learner.communicate(timeout=DEADLINE)[0] == "a rollout\n"
+        finally:
+            go_on.set()
+            learner.kill()
 
 
 CLOSING = """

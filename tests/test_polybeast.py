@@ -57,6 +57,7 @@ def test_servers_whose_main_process_is_killed_are_restarted_and_others_end_the_r
         (private,) = tmp_path.glob("polybeast-*")
         assert private.stat().st_mode & 0o777 == 0o700
         (main,) = program.members("--end_with_stdin")
+        os.kill(min(program.members("spawn_main")), signal.SIGSTOP)  # one that does not notice
         os.kill(main, signal.SIGKILL)
         program.wait_until(lambda: program.output.count("Starting environment servers") == 2)
         program.wait_until(lambda: program.output.count(" is back") == 2)

@@ -28,6 +28,7 @@ from libtorchbeast import (
     wire,
 )
 from libtorchbeast import rpcenv_pb2 as pb
+from libtorchbeast.plain_environments import PlainEnvironments
 
 ANY_PORT = "127.0.0.1:0"
 
@@ -537,6 +538,37 @@ def test_close_that_hangs_is_seen_by_who_looks_after_the_server():
         assert sum(since > 0 for since in busy_since) == 1
         go_on.set()
         wait_until(lambda: not any(busy_since))
+
+
+def test_a_server_that_cannot_start_a_thread_ends(monkeypatch):
+    start = threading.Thread.start
+
+    def start_all_but_streams(self):
+        if self.name == "stream":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_all_but_streams)
+    with pytest.raises(RuntimeError, match="for want of a thread: can't start new thread"):
+        with serving(Counted, ANY_PORT) as address:
+            with pytest.raises(grpc.RpcError), Stream(address):
+                pass
+
+
+@pytest.mark.parametrize("make, env", [(Environments, Catch), (PlainEnvironments, Old)])
+def test_all_environments_are_closed_though_one_raises(make, env):
+    closed = []
+
+    class Sticky(env):
+        def close(self):
+            closed.append(self)
+            raise ValueError("does not want to")
+
+    environments = make(Sticky, 3, [1])
+    closed.clear()  # Environments looks at one that it closes
+    with pytest.raises(ValueError, match="does not want to"):
+        environments.close()
+    assert len(set(map(id, closed))) == 3
 
 
 def test_close_that_raises_is_logged_and_survived(caplog):

@@ -38,7 +38,8 @@ def test_no_batch_of_inference_is_lost_between_two_ticks():
             thread.assert_blocked()
     for thread in threads:
         thread.result()
-    created.close()
+    created.queue.close()
+    created.batcher.close()
 
 
 class Overtaken(nn.Module):
@@ -172,7 +173,8 @@ def test_a_batch_says_who_acted_and_a_time_limit_comes_as_a_row_of_its_own():
         inference = (polybeast.inference, flags, learner, CPU, created, RUN)
         threads = [Thread(created.run), Thread(*inference)]
         batch = Thread(next, streams.read_batches(created.queue, CPU, RUN)).result()
-        created.close()
+        created.queue.close()
+        created.batcher.close()
         for thread in threads:
             thread.result()
     assert batch.policy_versions == [1] * 9 and batch.sources == {"streams": [0]}
