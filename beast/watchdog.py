@@ -88,12 +88,11 @@ class Watchdog:
 
     def _watch(self):
         while not self._stop.wait(min(self._timeout_s / 4, 5)):
-            # For when not even this thread can run, since another keeps the interpreter to itself.
-            faulthandler.dump_traceback_later(2 * self._timeout_s, file=STDERR)
             last_look = self._lookout.last_look
             if self._lookout.look():
                 logging.warning(
-                    "This process has stood still for %.0f s: was it stopped, or the machine?",
+                    "The watchdog could not run for %.0f s: was this process stopped, or did a "
+                    "thread keep the interpreter to itself?",
                     time.monotonic() - last_look,
                 )
                 self._next.clear()
@@ -107,7 +106,6 @@ class Watchdog:
             for name, what, seconds, pid in self._others():
                 if self._is_news(name, seconds):
                     log_silence(name, what, seconds, "" if pid is None else describe_process(pid))
-        faulthandler.cancel_dump_traceback_later()
 
     def _is_news(self, name, seconds):
         if seconds < self._timeout_s:
@@ -151,12 +149,6 @@ def print_stacks_on_signal(other_processes=list):
                 os.kill(pid, signal.SIGUSR1)
                 time.sleep(0.05)  # so that they do not print at the same time
 
-    def stop(*_):  # by Ctrl-Z, or before Slurm's SIGSTOP
-        # The watchdog's timer would go off as soon as the process goes on.
-        faulthandler.cancel_dump_traceback_later()
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    signal.signal(signal.SIGTSTP, stop)
     faulthandler.unregister(signal.SIGUSR1)  # else to register again would do nothing
     signal.signal(signal.SIGUSR1, print_others)
     # The main thread's comes first, and without the interpreter, which may be what hangs.
