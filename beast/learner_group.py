@@ -11,6 +11,7 @@ evaluations. How ranks are started and find each other is in torchrun.py.
 
 import contextlib
 import datetime
+import logging
 import os
 import pathlib
 import signal
@@ -188,6 +189,8 @@ class LearnerGroup:
             with contextlib.suppress(OSError):
                 state, its_begin = _state(pid)
                 if machine == _machine() and begin == its_begin and state in "tT":
+                    # Here, since torchrun ends this process as soon as it sees the other's end.
+                    logging.error("The learner of process %d is stopped, so it is killed", pid)
                     os.kill(pid, signal.SIGKILL)
 
     def _agree_on_layout(self, metrics):

@@ -140,7 +140,7 @@ def test_the_end_of_a_rank_ends_the_run_in_time_or_has_it_started_again(
             wait_until(lambda: process.members() == [], max(0, deadline - time.monotonic()))
     text = output + "".join(path.read_text() for path in folder.glob("out*.log"))
     assert ("Resuming" in text) == (restarts == 1 and not is_wanted), text[-10_000:]
-    message = "another learner has ended"
+    message = "is stopped, so it is killed" if how == "SIGSTOP" else "another learner has ended"
     if is_wanted or how == "torchrun SIGKILL":
         message = "Caught SIGTERM: ending"
         assert [content["status"] for content in results(tmp_path)] == [0, 0]
