@@ -425,9 +425,10 @@ def train(flags):
         try_out(sample)
         flags.frames_per_step = sample.frame_skip
         spaces = sample.observation_space, sample.action_space
-        model, sample_rows = create_net(Net, *spaces, **net_arguments(flags))
+        model, (rows, outputs, state) = create_net(Net, *spaces, **net_arguments(flags))
     weights = SharedWeights(model)
-    buffers = create_buffers(flags, *sample_rows)  # fewer actors, where /dev/shm is small
+    # Fewer actors, where /dev/shm is small.
+    buffers = create_buffers(flags, rows, outputs, state)
     torch.set_num_threads(max(1, count_cores() - flags.num_actors))
     optimizer, decay = create_optimizer(flags, model.to(get_device(flags)))
     learner = Learner(model, optimizer, decay, weights)

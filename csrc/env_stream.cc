@@ -3,6 +3,7 @@
 
 #include <grpc/compression.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "errors.h"
@@ -12,8 +13,9 @@ namespace torchbeast {
 
 namespace {
 
-constexpr auto kGrace = std::chrono::seconds(1);  // for a stream that has failed to end
-constexpr size_t kMaxErrorBytes = 20'000;         // of an environment's error that are shown
+constexpr auto kGrace = std::chrono::seconds(1);        // for a stream that has failed to end
+constexpr std::chrono::duration<double> kLongest(1e9);  // of a limit, or it would overflow
+constexpr size_t kMaxErrorBytes = 20'000;               // of an environment's error that are shown
 constexpr auto kPatience = std::chrono::milliseconds(200);  // until a cancelled wait is noticed
 
 std::shared_ptr<grpc::Channel> make_channel(const std::string& address,
@@ -114,8 +116,9 @@ std::string EnvStream::why_unreachable() {
 }
 
 void EnvStream::limit(std::chrono::duration<double> timeout) {
-  context_.set_deadline(std::chrono::system_clock::now() +
-                        std::chrono::duration_cast<std::chrono::milliseconds>(timeout));
+  context_.set_deadline(
+      std::chrono::system_clock::now() +
+      std::chrono::duration_cast<std::chrono::milliseconds>(std::min(timeout, kLongest)));
 }
 
 void EnvStream::write(const Nest<Array>& action, std::chrono::duration<double> timeout) {
@@ -157,7 +160,8 @@ void EnvStream::cancel() {
 }
 
 void EnvStream::begin_wait(std::chrono::duration<double> timeout) {
-  const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout);
+  const auto end =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::min(timeout, kLongest));
   deadline_ = end.time_since_epoch().count();
 }
 

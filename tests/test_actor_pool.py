@@ -651,10 +651,38 @@ def test_of_an_environments_error_the_end_is_shown(start):
 
 
 @pytest.mark.parametrize("option", ["step_timeout_s", "connect_timeout_s"])
-@pytest.mark.parametrize("value", [0, -1, 1e10, float("inf"), float("nan")])
-def test_a_time_limit_that_is_none_is_refused(option, value):
-    with pytest.raises(ValueError, match="must be positive, and at most 1e9"):
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_a_time_limit_that_is_not_positive_is_refused(option, value):
+    with pytest.raises(ValueError, match="must be positive"):
         ActorPool(T, BatchingQueue(), DynamicBatcher(), ["localhost:1"], (), **{option: value})
+
+
+@pytest.mark.parametrize("seconds", [1e10, float("inf")])
+def test_a_time_limit_may_be_as_long_as_one_likes(start, seconds):
+    may_answer = threading.Event()
+
+    def speak(requests, context):
+        first = obey(2)(requests, context)
+        yield next(first)
+        assert may_answer.wait(DEADLINE)
+        yield from first
+
+    server = start(FakeServer(speak))
+    assert query_server(server.address, 2, seconds)["num_envs"] == 2
+    limits = {"step_timeout_s": seconds, "connect_timeout_s": seconds}
+    rig = start(Rig([server.address], act_zero, (), num_envs=2, columns=2, **limits))
+    wait_until(lambda: rig.pool.num_connected() == 1)
+    rig.running.assert_blocked(0.6)  # in which it looks at its streams
+    may_answer.set()
+    rig.take()
+
+
+def test_rollouts_that_do_not_fit_into_memory_cost_their_stream(start):
+    server = start(FakeServer(obey(2)))
+    options = {"unroll_length": 10**12, "num_envs": 2, "reconnect": True}
+    rig = start(Rig([server.address], act_zero, (), **options))
+    (event, *_) = rig.wait_for_event("does not fit into memory; trying again")
+    assert server.address in event
 
 
 STOPPED = """
