@@ -123,7 +123,8 @@ def test_the_end_of_a_rank_ends_the_run_in_time_or_has_it_started_again(
     options = f"--max-restarts {restarts}"
     is_wanted = "SIGTERM" in how  # and so no reason to start anew
     with train(2, tmp_path, program, arguments, options=options, TMPDIR=str(tmp_path)) as process:
-        process.wait_until(lambda: model.exists() and last_step(folder) > 2000)
+        # Saved, not only logged: a run that resumes at step 0 says that it is new.
+        process.wait_until(lambda: model.exists() and load(model)["step"] > 2000)
         first = process.rank(0)
         disturb(process, tmp_path, how, victim)
         deadline = time.monotonic() + LIMIT
