@@ -14,7 +14,8 @@ try:
 except ImportError:  # tensorboard is not installed
     SummaryWriter = None
 
-RETRY_INTERVAL = 60  # seconds from one attempt to write events to the next
+# Seconds from one attempt to write events to the next, doubled each time: each leaves a file.
+FIRST_PAUSE, LONGEST_PAUSE = 60, 3600
 
 
 def replace_file(path, content):
@@ -55,19 +56,21 @@ class GrowingFile:
 
     def append(self, piece):
         """Add bytes; return whether they are in the file."""
-        size = os.fstat(self._file.fileno()).st_size
         try:
-            _write_all(self._file, piece)
-        except OSError as error:
-            with contextlib.suppress(OSError):
+            size = os.fstat(self._file.fileno()).st_size
+            try:
+                _write_all(self._file, piece)
+            except OSError:
                 self._file.truncate(size)
+                raise
+        except OSError as error:
             return self._report(error)
         return self._report(None)
 
-    def replace(self, content):
-        """Hold these bytes instead; return whether it does."""
+    def replace(self, make_content):
+        """Hold the bytes that a function makes of those it has; return whether it does."""
         try:
-            replace_file(self._path, content)
+            replace_file(self._path, make_content(self._path.read_bytes()))
             self._file.close()
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
@@ -140,9 +143,12 @@ class CSVFile:
         new = [key for key in row if key not in self._fields]
         if new:
             fields = self._fields + new
-            with open(self._path, newline="") as file:
-                rows = list(csv.DictReader(file))
-            if not self._file.replace(self._encode(fields, rows, header=True)):
+
+            def with_fields(content):
+                rows = csv.DictReader(io.StringIO(content.decode(), newline=""))
+                return self._encode(fields, rows, header=True)
+
+            if not self._file.replace(with_fields):
                 return
             self._fields = fields
         row = {"_tick": self._tick, "_time": time.time(), **row}
@@ -170,6 +176,7 @@ class EventFile:
     def __init__(self, folder, step):
         self._folder, self._writer = folder, None
         self._retry_time = -math.inf  # once they could not be written
+        self._pause = FIRST_PAUSE
         if SummaryWriter is None:
             self._retry_time = math.inf
             logging.warning("Without the package tensorboard there is no event file: see logs.csv")
@@ -189,10 +196,13 @@ class EventFile:
             logging.error(
                 "Cannot write TensorBoard's events (%s): trying again in %d s",
                 error,
-                RETRY_INTERVAL,
+                self._pause,
             )
             self.close()
-            self._retry_time = time.monotonic() + RETRY_INTERVAL
+            self._retry_time = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        else:
+            self._pause = FIRST_PAUSE
 
     def close(self):
         writer, self._writer = self._writer, None

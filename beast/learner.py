@@ -101,5 +101,6 @@ def keep_freed_memory():
         return
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
     mallopt(M_ARENA_MAX, 1)  # the arenas of other threads could not hold such blocks
-    mallopt(M_MMAP_THRESHOLD, 2**30)
+    # glibc before 2.35 allows no more than half of an arena of its threads.
+    _ = mallopt(M_MMAP_THRESHOLD, 2**30) or mallopt(M_MMAP_THRESHOLD, 2**25)
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

@@ -12,6 +12,8 @@ import threading
 import time
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
+    STOP_SIGNALS += (signal.SIGHUP,)  # the terminal, or the connection to it, is lost
 LOG_FORMAT = "[%(levelname)s %(asctime)s %(process)d] %(message)s"
 HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)  # which a new process is not ready for at once
 
@@ -21,7 +23,7 @@ def start_logging():
 
 
 class StopSignals:
-    """Catches Ctrl-C and SIGTERM; one that comes more than a second later ends the process at once.
+    """Catches STOP_SIGNALS; one that comes more than a second later ends the process at once.
 
     Within the second it is the same one again: make and timeout send it to the process and to its
     group.

@@ -24,6 +24,7 @@ from beast.waits import Stopwatch, WaitFractions
 from beast.watchdog import Watchdog, print_stacks_on_signal
 
 LOG_INTERVAL = 5  # seconds
+CENTURY = 3e9  # seconds; a run that takes longer has no end, and timedelta has a largest one
 LOG_UPDATES = 50  # in its place with --deterministic, where time must not count
 MAX_SKIPPED = 10  # updates in a row that are not finite
 RESERVED = {"_tick", "_time", "step", "steps_per_second", "learning_rate", "learner_wait"}
@@ -288,9 +289,8 @@ class Run:
         self._ticks.append((now, step))
         lasting_rate = (step - first_step) / max(now - first_time, 1e-9)
         left = "-"
-        if lasting_rate > 0:
-            seconds = max(0, self._flags.total_steps - step) / lasting_rate
-            left = str(datetime.timedelta(seconds=round(seconds)))
+        if (steps_left := max(0, self._flags.total_steps - step)) < lasting_rate * CENTURY:
+            left = str(datetime.timedelta(seconds=round(steps_left / lasting_rate)))
         parts = [f"{step:,} steps", f"{rate:,.0f} steps/s ({rate * self._frames:,.0f} frames/s)"]
         parts += [f"{name} {text}" for name, text in texts.items()]
         return rate, " | ".join([*parts, f"left {left}"])

@@ -210,8 +210,11 @@ class LocalServers:
             self.process.stdin.close()
             time.sleep(FIRST_PAUSE)  # in which its children notice, and remove sockets and folder
             self._kill_all()
-            os.makedirs(self._folder.name, exist_ok=True)
             try:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(self._folder.name, 0o700)
+                if os.lstat(self._folder.name).st_uid != os.getuid():
+                    raise PermissionError(f"{self._folder.name} belongs to another user")
                 self._start()
             except OSError as error:  # no memory, say; the next check tries again
                 logging.error("The environment servers cannot be started: %s", error)

@@ -10,8 +10,10 @@ from beast.cuda import DeviceCopies
 from beast.learner import Batch
 from beast.learner_group import SEEDS_A_RANK
 from beast.servers import ANSWER_TIMEOUT, CONNECT_TIMEOUT
+from libtorchbeast.access import Throttle
 
 CHECK_INTERVAL = 5  # seconds between two looks at the servers
+MAX_EVENT = 600  # characters of an event in the log; longer ones are rare there
 
 
 class Streams:
@@ -79,7 +81,11 @@ class Streams:
 
     def log_events(self):
         """Log what happens to servers: a thread."""
+        throttle = Throttle()
         for event in iter(self._pool.next_event, None):
+            # Tracebacks of environments that fail for days would fill the disk.
+            if len(event) > MAX_EVENT and not throttle.count():
+                event = f"{event[: MAX_EVENT // 2]} [...] {event[-MAX_EVENT // 2 :]}"
             logging.warning("%s", event)
 
     def watch_servers(self, stop):
@@ -91,7 +97,11 @@ class Streams:
         while not stop.wait(CHECK_INTERVAL):
             self._servers.check()
             if self._pool.num_connected() == 0:
-                logging.warning("No environment server answers: waiting for %s", self._addresses)
+                addresses = sorted(set(self._addresses))
+                more = f" and {len(addresses) - 8} more" if len(addresses) > 8 else ""
+                logging.warning(
+                    "No environment server answers: waiting for %s%s", addresses[:8], more
+                )
 
     def count_batch(self, num_rows):
         """Count a batch that inference has answered."""
@@ -139,7 +149,7 @@ def read_batches(queue, device, run):
     copies = DeviceCopies(device)  # which go on while another thread learns
     for (env_outputs, agent_outputs), agent_state in run.follow(queue):
         rows = env_outputs | agent_outputs
-        versions = rows.pop("policy_version")[1:].float().mean(dim=0).tolist()
+        versions = rows.pop("policy_version")[1:].double().mean(dim=0).tolist()
         sources = {"streams": rows.pop("actor")[0].unique().tolist()}
         device_rows, device_state = copies.copy((rows, agent_state))
         yield Batch(device_rows, device_state, rows, versions, sources)

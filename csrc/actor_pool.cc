@@ -23,6 +23,7 @@ constexpr size_t kMaxEvents = 1000;
 constexpr auto kWatchInterval = std::chrono::milliseconds(250);
 constexpr auto kMaxGap = std::chrono::seconds(10);  // of two looks: then this process was stopped
 constexpr Seconds kFirstPause{0.1};
+constexpr int64_t kEnoughRollouts = 10;  // after which a stream works; fewer may end in an error again
 constexpr Seconds kLongestPause{30};
 
 // The action among an agent's outputs: under its key in a dict, else the first of a tuple.
@@ -193,6 +194,7 @@ void ActorPool::run_stream(size_t index, Seconds* pause) {
     agreement_.check_row(address, rollout.env_outputs(0));
     const int64_t num_envs = rollout.num_envs();
     Nest<Array> state = repeat_columns(initial_agent_state_, num_envs, kAgentDim, *pool_);
+    int64_t num_rollouts = 0;
     while (true) {
       Nest<Array> initial_agent_state = state;
       for (int64_t t = 1; t <= unroll_length_; ++t) {
@@ -215,7 +217,7 @@ void ActorPool::run_stream(size_t index, Seconds* pause) {
         rollout.set_env_outputs(t, next);
         count_ += num_envs;
       }
-      *pause = kFirstPause;  // it works
+      if (++num_rollouts == kEnoughRollouts) *pause = kFirstPause;
       Nest<Array>::Tuple finished{rollout.finish(), std::move(initial_agent_state)};
       {
         const Timer timer(this, index, kLearner);

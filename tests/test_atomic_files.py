@@ -96,6 +96,31 @@ def test_csv_continues_with_columns_of_its_own_without_later_rows_and_one_torn_b
     assert [row["step"] for row in read_rows(tmp_path)] == ["0"]
 
 
+def test_a_folder_that_is_moved_costs_rows_and_not_the_run(make_csv, tmp_path, caplog):
+    table = make_csv()
+    table.write({"step": 1})
+    (tmp_path / "logs.csv").rename(tmp_path / "elsewhere.csv")
+    table.write({"step": 2, "new": 3})
+    assert "Cannot write" in caplog.text
+    (tmp_path / "elsewhere.csv").rename(tmp_path / "logs.csv")
+    table.write({"step": 3, "new": 4})
+    assert [(row["step"], row["new"]) for row in read_rows(tmp_path)] == [("1", ""), ("3", "4")]
+
+
+def test_a_log_whose_file_is_gone_stale_raises_nothing(tmp_path, caplog, monkeypatch):
+    file = GrowingFile(tmp_path / "file")
+
+    def fail(_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic_files.os, "fstat", fail)
+        assert not file.append(b"lost\n")
+    assert "Stale file handle" in caplog.text
+    assert file.append(b"kept\n") and (tmp_path / "file").read_bytes() == b"kept\n"
+    file.close()
+
+
 def read_events(folder, name="loss"):
     """Return (step, value) of each event that TensorBoard finds, as it would show them."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -144,8 +169,10 @@ def test_a_full_disk_is_logged_and_events_are_written_again_later(small_disk, ca
     filler.unlink()
     file.write(301, {"loss": 4.0})  # too early
     clock[0] += 61
+    file.write(302, {"loss": 4.0})  # still, as pauses grow: each attempt leaves a file
+    clock[0] += 60
     file.write(400, {"loss": 5.0})
     file.close()
     assert len(caplog.messages) == 2
     events = read_events(small_disk)
-    assert events[0] == (1, 1.0) and events[-1] == (400, 5.0) and (301, 4.0) not in events
+    assert events[0] == (1, 1.0) and events[-1] == (400, 5.0) and not {(301, 4.0), (302, 4.0)} & set(events)

@@ -6,6 +6,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -205,6 +207,24 @@ def test_a_profiler_trace_is_written(tmp_path):
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     assert names.count("Optimizer.step#RMSprop.step") == 20
+
+
+def test_a_run_without_end_says_nothing_of_the_time_left(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    with start(tmp_path, f"{CPU_ONLY} --total_steps {10**18}") as run:
+        run.tick()
+        record(run)
+        run.tick()
+    (line,) = [message for message in caplog.messages if "100 steps | " in message][:1]
+    assert line.endswith("left -")
+
+
+@pytest.mark.parametrize("handler", ["SIG_DFL", "SIG_IGN"])  # the latter by nohup
+def test_a_lost_terminal_stops_a_run_unless_it_is_ignored(handler):
+    code = f"import signal; signal.signal(signal.SIGHUP, signal.{handler}); "
+    code += "from beast.processes import STOP_SIGNALS; print(signal.SIGHUP in STOP_SIGNALS)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert printed.strip() == str(handler == "SIG_DFL")
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
