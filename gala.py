@@ -23,7 +23,6 @@ last row of the rollout before it. libtorchbeast/rows.py says what a row holds.
 """
 
 import contextlib
-import copy
 import functools
 import warnings
 
@@ -43,10 +42,10 @@ from beast.environments import Environments, try_out
 from beast.errors import FlagError
 from beast.flags import add_run_flags, parse_flags, run_program
 from beast.fork_server import start_fork_server
-from beast.learner import Learner, get_device, keep_freed_memory
+from beast.learner import Learner, create_state, get_device, keep_freed_memory
 from beast.machine import count_cores
 from beast.mailboxes import Mailboxes
-from beast.metrics import to_floats
+from beast.metrics import is_finite, to_floats
 from beast.nets import Population, create_net
 from beast.parallel_environments import ParallelEnvironments
 from beast.parser import Parser, fraction, non_negative, positive
@@ -276,15 +275,12 @@ def create_optimizer(flags, model):
     optimizer = torch.optim.RMSprop(
         model.parameters(), lr=flags.learning_rate, eps=flags.epsilon, alpha=flags.alpha
     )
-    # All of its state, since agents copy it, and torch adds it only to parameters that have none.
-    for parameter in model.parameters():
-        state = {"step": torch.zeros(()), "square_avg": torch.zeros_like(parameter)}
-        optimizer.state[parameter] = state
+    create_state(optimizer)  # now, since agents copy it
     return optimizer
 
 
 def learn(flags, model, batch, initial_agent_state, optimizer, own_gradient=None):
-    """Take one step of the optimizer, unless the gradient is not finite; return metrics as floats.
+    """Take one step of the optimizer, if all numbers are finite; return metrics as floats.
 
     Args:
       batch: rollouts, [T + 1, N, ...] each.
@@ -295,6 +291,9 @@ def learn(flags, model, batch, initial_agent_state, optimizer, own_gradient=None
     total_loss.backward()
     if own_gradient is not None:
         own_gradient.copy_(gradient_of(model))
+    if not is_finite(to_floats(metrics)):  # then no agent takes this step
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, torch.nan)
     if flags.exchange == "allreduce":
         average_gradients(model)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
@@ -336,16 +335,16 @@ def find_in_peers(topology, agent, num_agents):
 def state_of(net, optimizer):
     """Return all tensors that learning changes."""
     of_optimizer = [x for p in net.parameters() for x in optimizer.state[p].values()]
-    return [*net.state_dict().values(), *of_optimizer]
+    return [*net.state_dict().values(), *filter(torch.is_tensor, of_optimizer)]
 
 
-def learn_alone(flags, link, sample_rows, net, shared_states, mailboxes, gradients, port):
+def learn_alone(flags, link, sample_rows, make_net, shared_states, mailboxes, gradients, port):
     """Play and learn, send weights, mix what has come: an agent process.
 
     Args:
       link: an AgentLink.
       sample_rows: as of `collect`.
-      net: a Net with any weights.
+      make_net: returns a Net with any weights.
       shared_states: the tensors of state_of of each agent, in shared memory. This one begins with
         its own, and writes them whenever it has to hold.
       gradients: [agents, parameters]; this one writes its own now and then.
@@ -355,10 +354,9 @@ def learn_alone(flags, link, sample_rows, net, shared_states, mailboxes, gradien
     torch.set_num_threads(max(1, count_cores() // flags.num_agents))
     if device.type == "cpu":
         keep_freed_memory()
+    model, message = (make_net().to(device) for _ in range(2))
     seed_generators([*link.seed, 0])
     make_deterministic(flags)
-    # Copies: a tensor that is sent to a process lies in memory that all of them share.
-    model, message = (copy.deepcopy(net).to(device) for _ in range(2))
     optimizer = create_optimizer(flags, model)
     state, in_peers = state_of(model, optimizer), mailboxes.in_peers[agent]
     torch._foreach_copy_(state, shared_states[agent])
@@ -416,6 +414,7 @@ def count_updates(learner, agents, consensus, run):
                 learner.publish()
                 consensus.count(agent, metrics["update_norm"])
                 run.record(metrics, batch)
+                learner.stats["skipped_in_a_row"] = 0  # AgentLink counts those of each agent
             if run.stop.is_set():  # here, so that --deterministic ends after the same update
                 agents.finish()
 
@@ -459,6 +458,7 @@ def train(flags):
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
     net, (rows, outputs, _) = create_net(Net, *spaces)
     choose_precision(flags, net, [get_device(flags)])
+    make_net = functools.partial(Net, spaces[0], sample.num_actions)
     population = Population(net, flags.num_agents)
     optimizer = create_optimizer(flags, population)
     learner = Learner(population, optimizer, lambda step: 1.0, Version())
@@ -482,14 +482,15 @@ def train(flags):
         check_shared_memory(gradients.nbytes, "the agents' gradients")
         gradients.share_memory_()
         in_step = flags.exchange == "allreduce" or flags.deterministic
-        consensus = Consensus(mailboxes, copy.deepcopy(net), gradients, in_step)
+        consensus = Consensus(mailboxes, make_net(), gradients, in_step)
         port = None
         if flags.exchange == "allreduce":
             store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             port = store.port
-        arguments = rows | outputs, net, shared_states, mailboxes, gradients, port
+        arguments = rows | outputs, make_net, shared_states, mailboxes, gradients, port
         agents = Agents(
-            flags, start_fork_server(), learn_alone, arguments, in_step, run.first_step,
+            flags, learner.stats.setdefault("games_of_agents", [[] for _ in nets]),
+            start_fork_server(), learn_alone, arguments, in_step, run.first_step,
             consensus.metrics,
         )  # fmt: skip
         stack.enter_context(contextlib.closing(agents))

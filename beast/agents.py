@@ -35,6 +35,7 @@ class Agents:
 
     Args:
       flags: num_agents, seed, stall_timeout_s.
+      game_returns: a list of the returns of the last 100 games of each agent, which is kept up.
       context: as of start_fork_server.
       learn_alone: what an agent does, called in its process with flags, an AgentLink and `args`.
       in_step: whether agents wait for each other in each update, with --exchange allreduce as with
@@ -44,8 +45,11 @@ class Agents:
       measure: called at each tick; returns more metrics, numbers by name.
     """
 
-    def __init__(self, flags, context, learn_alone, args, in_step, first_step, measure=dict):
-        self._flags, self._context, self._first_step = flags, context, first_step
+    def __init__(
+        self, flags, game_returns, context, learn_alone, args, in_step, first_step, measure=dict
+    ):
+        self._flags, self._game_returns = flags, game_returns
+        self._context, self._first_step = context, first_step
         self._learn_alone, self._args, self._measure = learn_alone, args, measure
         self._in_step, self._patience = in_step, PATIENCE * flags.stall_timeout_s
         n = flags.num_agents
@@ -57,7 +61,6 @@ class Agents:
         self._held, self._is_over, self._is_read = [False] * n, False, True
         self._has_saved = [False] * n  # what it has learned, since it was last asked to hold
         self._deaths = [Deaths(MIN_UPDATES) for _ in range(n)]
-        self._game_returns = [[] for _ in range(n)]  # the last 100 of each
         self._processes, self._pipes = [None] * n, [None] * n
         self._wake_reader, self._wake_writer = multiprocessing.Pipe(duplex=False)
         with contextlib.ExitStack() as stack:  # which ends those before one that does not start
@@ -92,6 +95,8 @@ class Agents:
     def _as_they_come(self):
         while not (self._is_over and all(self._held)):
             self._lookout.look()
+            if self._is_late():
+                return
             # At the end, agents that are held or dead send nothing more.
             agents = [i for i, held in enumerate(self._held) if not (held and self._is_over)]
             sources = {self._pipes[agent]: agent for agent in agents}
@@ -113,6 +118,18 @@ class Agents:
                     logging.warning("Agent %d was silent for %.0f s: killing it", agent, seconds)
                     self._processes[agent].kill()
                     self._heartbeats[agent] = time.monotonic()  # it takes a moment to end
+
+    def _is_late(self):
+        """Return whether agents in step have had their time to end, in which others wait."""
+        if not (self._is_over and self._in_step):
+            return False
+        if self._lookout.seconds_silent(self._end_time) < HOLD_TIMEOUT:
+            return False
+        late = [agent for agent, held in enumerate(self._held) if not held]
+        logging.error(
+            "Agents %s have not finished their last update in %d s: it is lost", late, HOLD_TIMEOUT
+        )
+        return True
 
     @contextlib.contextmanager
     def hold(self):
@@ -172,7 +189,7 @@ class Agents:
         with self._condition:
             if self._is_over:
                 return
-            self._is_over = True
+            self._is_over, self._end_time = True, time.monotonic()
             self._ask_to_hold()
         self._wake_writer.close()
 

@@ -27,6 +27,7 @@ from beast.atomic_files import replace_file
 from beast.checkpoint import BEST, NEWEST, run_path
 from beast.environments import Environments, map_nest
 from beast.errors import EnvError, FlagError
+from beast.nets import Population
 from beast.parser import non_negative, positive
 from beast.processes import exit_with_parent
 
@@ -110,6 +111,8 @@ def test(flags, create_env, net_class):
         model.train(not flags.greedy)  # in training mode it samples
         print(f"{run_path(flags)} at step {saved['step']:,}, {flags.env}")
         protocol = describe_protocol(environments, flags)
+        if isinstance(model, Population):
+            protocol += f", agent {model.agent}"
         print(f"Protocol: {protocol}")
         games = []
         for game_return, game_step in play(environments, model, flags.num_episodes):

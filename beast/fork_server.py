@@ -42,7 +42,7 @@ def start_process(process, name):
     try:
         with signals_blocked():  # for a fork server that has to be started anew
             process.start()
-    except (EOFError, OSError) as error:
+    except (EOFError, OSError, ValueError) as error:  # the latter: of too many files to send
         raise EnvError(
             f"{name} cannot be started ({error!r}): look for an error above, for free memory, and "
             "at the limits of processes and files (ulimit -u, -n)"

@@ -84,6 +84,24 @@ class Learner:
         self.weights.publish(self.model)
 
 
+def create_state(optimizer):
+    """Have an optimizer make the state that torch adds at its first step: zeros."""
+    if optimizer.state:  # of those that make it at once
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0  # or it would decay weights
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        for tensor in filter(torch.is_tensor, state.values()):
+            tensor.zero_()
+
+
 def get_device(flags):
     """Return the device to learn on."""
     cuda = torch.cuda.is_available() and not flags.disable_cuda

@@ -128,6 +128,7 @@ class Population(torch.nn.Module):
 
     Attributes:
       agents: copies of it.
+      agent: the number of the one that answers.
       returns: [agents], the mean of the last games of each; the lowest number before the first.
     """
 
@@ -137,9 +138,13 @@ class Population(torch.nn.Module):
         self.register_buffer("returns", torch.full((num_agents,), LOWEST))
         self._agent = agent
 
+    @property
+    def agent(self):
+        """The agent that answers."""
+        return int(self.returns.argmax()) if self._agent is None else self._agent
+
     def initial_state(self, batch_size):
         return self.agents[0].initial_state(batch_size)
 
     def forward(self, inputs, agent_state):
-        agent = int(self.returns.argmax()) if self._agent is None else self._agent
-        return self.agents[agent](inputs, agent_state)
+        return self.agents[self.agent](inputs, agent_state)

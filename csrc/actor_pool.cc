@@ -23,7 +23,7 @@ constexpr size_t kMaxEvents = 1000;
 constexpr auto kWatchInterval = std::chrono::milliseconds(250);
 constexpr auto kMaxGap = std::chrono::seconds(10);  // of two looks: then this process was stopped
 constexpr Seconds kFirstPause{0.1};
-constexpr int64_t kEnoughRollouts = 10;  // after which a stream works; fewer may end in an error again
+constexpr int64_t kEnoughRollouts = 10;  // after which a stream is said to work
 constexpr Seconds kLongestPause{30};
 
 // The action among an agent's outputs: under its key in a dict, else the first of a tuple.

@@ -4,6 +4,7 @@
 import concurrent.futures
 import contextlib
 import copy
+import functools
 import math
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import types
 
 import gymnasium as gym
 import pytest
+import small_run
 import torch
 from deadline import wait_until
 from program import HELPERS, ROOT, Program, column, last_step, load, read_rows, run
@@ -27,8 +29,9 @@ from beast.environments import Environments
 from beast.errors import FlagError
 from beast.learner import Batch
 from beast.mailboxes import Mailboxes
+from beast.metrics import is_finite
 from beast.nets import create_net
-from beast.run import MAX_SKIPPED
+from beast.run import MAX_SKIPPED, Run
 from beast.weights import SharedCopies
 
 SCRIPT = ROOT / "gala.py"
@@ -313,6 +316,38 @@ def test_parameters_without_a_gradient_stay_as_they_are(monkeypatch, exchange):
     assert norms["more"] == norms["policy.bias"] == 0 < norms["policy.weight"]
 
 
+@pytest.mark.parametrize("exchange", ["gossip", "allreduce"])
+def test_a_metric_that_is_not_finite_costs_the_step_of_all_agents(monkeypatch, exchange):
+    sums = []
+    monkeypatch.setattr(gala.dist, "all_reduce", lambda x: sums.append(x.clone()))
+    monkeypatch.setattr(gala.dist, "get_world_size", lambda: 1)
+    compute_loss = gala.compute_loss
+
+    def with_metric(*args):
+        loss, metrics = compute_loss(*args)
+        return loss, metrics | {"of_a_fork": torch.tensor(math.inf)}
+
+    monkeypatch.setattr(gala, "compute_loss", with_metric)
+    model, flags = Table(), parse(f"--exchange {exchange}")
+    before, optimizer = copy.deepcopy(model), gala.create_optimizer(flags, model)
+    metrics = gala.learn(flags, model, make_rows(model), (), optimizer)
+    assert not is_finite(metrics) and metrics["update_norm"] == 0
+    assert equal(model.state_dict(), before.state_dict())
+    assert exchange == "gossip" or sums[0].isnan().all()  # so the other agents take none
+
+
+def test_bad_updates_of_one_agent_do_not_end_the_run_however_many_come_in_a_row(tmp_path):
+    flags = small_run.parse(tmp_path)
+    learner, bad = small_run.create_learner(flags), {"steps": 1.0, "update_norm": math.nan}
+    updates = [(0, bad, small_run.create_batch())] * (2 * MAX_SKIPPED)
+    agents = types.SimpleNamespace(updates=lambda: (update for update in updates))
+    consensus = types.SimpleNamespace(count=lambda *_: None)
+    with Run(flags, learner) as run:
+        gala.count_updates(learner, agents, consensus, run)
+    assert learner.stats["skipped_updates"] == 2 * MAX_SKIPPED
+    assert (tmp_path / "run" / "model.tar").exists()
+
+
 def learn_with_averages(agent, rows, path):
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(path)
@@ -439,7 +474,8 @@ def test_a_replacement_begins_with_the_weights_of_an_in_peer(is_replacement):
     )  # fmt: skip
     gradients = torch.zeros(3, gala.flatten(net.parameters()).numel())
     with pytest.raises(HasToHold):
-        gala.learn_alone(flags, link, rows | outputs, net, shared, mailboxes, gradients, None)
+        make_net = functools.partial(gala.Net, spaces[0], sample.num_actions)
+        gala.learn_alone(flags, link, rows | outputs, make_net, shared, mailboxes, gradients, None)
     torch.set_num_threads(threads)
     names = list(net.state_dict())
     bias = shared[1][names.index("baseline.bias")].item()
@@ -472,6 +508,8 @@ def test_the_program_trains_resumes_evaluates_and_plays(tmp_path):
     status, output = run(SCRIPT, arguments_of(tmp_path), "--total_steps 5_000 --seed 1")
     assert status == 0, output
     step, first = last_step(folder), agents_of(tmp_path)
+    games = load(folder / "model.tar")["stats"]["games_of_agents"]
+    assert len(games) == 3 and all(games)
     assert step >= 5000 and not equal(first[0], first[1])
     rows = read_rows(folder)[-1]
     assert float(rows["consensus_distance"]) > 0 and rows["return_0"] and rows["return_2"]
@@ -484,11 +522,15 @@ def test_the_program_trains_resumes_evaluates_and_plays(tmp_path):
     assert status == 130 and f"Resuming {folder} at step {step:,}" in output
     saved = load(folder / "model.tar")
     assert saved["step"] == last_step(folder)
+    # Those from before the run was resumed count on.
+    for before, after in zip(games, saved["stats"]["games_of_agents"], strict=True):
+        assert len(after) == 100 or after[: len(before)] == before
     assert saved["optimizer_state_dict"]["state"][0]["square_avg"].any()
     for agent in ("", "--agent 1"):
         mode = f"--mode test --num_episodes 2 --xpid run --savedir {tmp_path} {agent}"
         status, output = run(SCRIPT, mode)
         assert status == 0 and "2 games: mean return" in output, output
+        assert f"at once, {agent[2:]}" in output  # who plays
 
 
 @pytest.mark.whole
@@ -568,9 +610,12 @@ def test_an_agent_that_stands_still_holds_others_up_only_with_allreduce(tmp_path
         gate.unlink()
         step = last_step(folder)
         program.wait_until(lambda: last_step(folder) > step + 2000)
+        gate.touch()  # it does not hold up the end for long, even where the others wait for it
         os.kill(program.pid, signal.SIGTERM)
         status, output = program.end()
         assert status == 128 + signal.SIGTERM, output
+        assert load(folder / "model.tar")["step"] == last_step(folder) > step
+        assert exchange == "gossip" or "have not finished their last update" in output
         program.wait_for_members()
 
 

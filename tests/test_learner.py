@@ -11,7 +11,7 @@ from small_run import create_batch, create_learner
 import monobeast
 import polybeast
 from beast import learner as learner_module
-from beast.learner import Learner, get_device
+from beast.learner import Learner, create_state, get_device
 
 
 def create(total_steps=1000):
@@ -28,6 +28,34 @@ def test_updates_count_steps_returns_and_the_learning_rate():
     assert learner.step == 500 and learner.optimizer.param_groups[0]["lr"] == 0.25
     assert learner.stats["episode_returns"] == [2.0] + [3.0] * 99  # the last hundred
     assert learner.stats["game_returns"] == [4.0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.1),
+        lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
+    ],
+)
+def test_an_optimizer_learns_the_same_with_its_state_from_the_start(make):
+    inputs, found = torch.randn(5, 4, 3), []
+    for is_early in (False, True):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(3, 1)
+        optimizer = make(model.parameters())
+        if is_early:
+            create_state(optimizer)
+            assert len(optimizer.state) == 2 and optimizer.param_groups[0]["lr"] == 0.1
+            names = {name for state in optimizer.state.values() for name in state}
+        for x in inputs:
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert names == {name for state in optimizer.state.values() for name in state}
+    assert torch.equal(*found)
 
 
 def test_other_learners_get_buffers_that_no_checkpoint_has():

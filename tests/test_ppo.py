@@ -396,20 +396,28 @@ def test_flags_that_contradict_each_other_are_refused(arguments, message):
         parse(arguments)
 
 
-class Unbounded(gym.Env):
-    observation_space = action_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+class HalfBounded(gym.Env):
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gym.spaces.Box(np.float32([-np.inf, -3]), np.float32([np.inf, np.inf]))
+    reset = lambda self, seed=None, options=None: (np.zeros(2, np.float32), {})  # noqa: E731
 
     def __init__(self, render_mode=None):
         pass
 
+    def step(self, action):
+        return action, 0.0, False, False, {}
 
-def test_actions_without_bounds_are_taken_as_they_are():
-    gym.register("Unbounded-v0", Unbounded)
+
+def test_actions_without_bounds_are_taken_as_they_are_and_others_clipped():
+    gym.register("HalfBounded-v0", HalfBounded)
     try:
-        env = ppo.create_env(parse("--env Unbounded-v0", continuous=True))
-        assert env.action_space == Unbounded.action_space
+        env = ppo.create_env(parse("--env HalfBounded-v0", continuous=True))
+        env.reset()
+        for action, taken in (([-70, -2], [-70, -2]), ([70, -5], [70, -3])):
+            assert env.action_space.contains(np.float32(action))
+            assert env.step(np.float32(action))[0].tolist() == taken
     finally:
-        del gym.registry["Unbounded-v0"]
+        del gym.registry["HalfBounded-v0"]
 
 
 @pytest.mark.parametrize("continuous", [False, True])
