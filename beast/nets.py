@@ -4,6 +4,7 @@
 import copy
 import inspect
 
+import gymnasium as gym
 import numpy as np
 import torch
 
@@ -57,13 +58,14 @@ def create_net(net_class, observation_space, action_space, **arguments):
             f"{where} cannot answer rows of T = {T}, B = {B} with {spaces} "
             f"({type(error).__name__}: {error}): edit it, see docs/model.md"
         ) from error
-    _check_outputs(outputs, rows, where)
+    _check_outputs(outputs, rows, action_space, where)
     _check_state(state, new_state, where)
     learner_group.current().check_same("net", describe_net(model))
     return model, (rows, outputs, new_state)
 
 
-def _check_outputs(outputs, rows, where):
+def _check_outputs(outputs, rows, action_space, where):
+    num_actions = count_actions(action_space)
     if not isinstance(outputs, dict):
         raise FlagError(
             f"{where} should return a dict of outputs and a new state, but the first of them is a "
@@ -89,10 +91,11 @@ def _check_outputs(outputs, rows, where):
             f"[{T}, {B}], but has {list(outputs['baseline'].shape)}"
         )
     logits = outputs["policy_logits"]
-    if logits.shape[:2] != (T, B) or logits.dim() < 3:
+    parts = (num_actions,) if isinstance(action_space, gym.spaces.Discrete) else logits.shape[2:]
+    if logits.shape != (T, B, *parts) or logits.dim() < 3:
         raise FlagError(
             f"for rows of T = {T}, B = {B} the policy_logits of {where} should have the shape "
-            f"[{T}, {B}, actions], but have {list(logits.shape)}"
+            f"[{T}, {B}, {num_actions}], but have {list(logits.shape)}"
         )
 
 
