@@ -16,6 +16,7 @@ import torch
 
 from beast import credentials, metrics
 from beast.atomic_files import replace_file
+from beast.environments import map_nest
 from beast.errors import FlagError
 from beast.randomness import random_states, restore_random_states
 
@@ -38,15 +39,16 @@ def pack(flags, learner):
     """Return a checkpoint, made of tensors and plain values; the tensors are not copies."""
     return {
         "model_state_dict": learner.model.state_dict(),
-        "optimizer_state_dict": learner.optimizer.state_dict(),
-        "scheduler_state_dict": learner.scheduler.state_dict(),
+        # Of several optimizers these are dicts by their names.
+        "optimizer_state_dict": map_nest(lambda o: o.state_dict(), learner.optimizer),
+        "scheduler_state_dict": map_nest(lambda s: s.state_dict(), learner.scheduler),
         "step": learner.step,
         "time": time.time(),
         "stats": learner.stats,
         "random_states": random_states(),
         "flags": vars(flags),
         "net": type(learner.model).__name__,
-        "optimizer": type(learner.optimizer).__name__,
+        "optimizer": learner.optimizer_name,
     }
 
 
@@ -155,36 +157,43 @@ def resume(flags, learner):
             "another --learning_rate may be better",
             *(*before, *now),
         )
-    optimizer, scheduler = learner.optimizer, learner.scheduler
-    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    _restore_optimizer(optimizer, checkpoint, flags)
-    base_lrs = scheduler.base_lrs
-    scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
-    scheduler.base_lrs = base_lrs
-    learner.stats.update(checkpoint["stats"])
-    for group, new, base_lr, schedule in zip(
-        optimizer.param_groups, settings, base_lrs, scheduler.lr_lambdas, strict=True
-    ):
-        group.update(new, lr=base_lr * schedule(scheduler.last_epoch))
+    _check_optimizer(learner, checkpoint, flags)
+    learner.stats.update(checkpoint["stats"])  # of which the schedules make learning rates
+    states = checkpoint["optimizer_state_dict"], checkpoint["scheduler_state_dict"]
+    map_nest(_restore_optimizer, learner.optimizer, learner.scheduler, *states)
     restore_random_states(checkpoint["random_states"])
     return True
 
 
-def _restore_optimizer(optimizer, checkpoint, flags):
-    """Load an optimizer's state, or raise a FlagError where it is of another optimizer."""
-    saved, name = checkpoint["optimizer_state_dict"], type(optimizer).__name__
-    sizes = [
-        [len(group["params"]) for group in state["param_groups"]]
-        for state in (saved, optimizer.state_dict())
-    ]
-    saved_name = checkpoint.get("optimizer", name)  # older ones do not name it
-    if saved_name != name or sizes[0] != sizes[1]:
+def _check_optimizer(learner, checkpoint, flags):
+    """Raise a FlagError where a checkpoint is of another optimizer, or of other ones."""
+    name = learner.optimizer_name
+    saved = checkpoint.get("optimizer", name)  # older ones do not name it
+    if saved == name:
+        states = checkpoint["optimizer_state_dict"], pack(flags, learner)["optimizer_state_dict"]
+        saved, name = (map_nest(_describe_optimizer, name, state) for state in states)
+    if saved != name:
         raise FlagError(
-            f"the checkpoint in {run_path(flags)} is of {saved_name} with groups of {sizes[0]} "
-            f"parameters, but this is {name} with {sizes[1]}: undo the change of create_optimizer, "
-            "or choose another --xpid"
+            f"the checkpoint in {run_path(flags)} is of {saved}, but this is {name}: "
+            "undo the change of create_optimizer, or choose another --xpid"
         )
-    optimizer.load_state_dict(saved)
+
+
+def _describe_optimizer(name, state):
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    return f"{name} with groups of {sizes} parameters"
+
+
+def _restore_optimizer(optimizer, scheduler, optimizer_state, scheduler_state):
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    optimizer.load_state_dict(optimizer_state)
+    base_lrs = scheduler.base_lrs
+    scheduler.load_state_dict(scheduler_state)
+    scheduler.base_lrs = base_lrs
+    for group, new, base_lr, schedule in zip(
+        optimizer.param_groups, settings, base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group.update(new, lr=base_lr * schedule(scheduler.last_epoch))
 
 
 class Writer:

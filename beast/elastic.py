@@ -181,7 +181,7 @@ class ElasticGroup:
 
     def share_state(self, learner):
         self.check_same("device", learner.device.type)
-        self.check_same("optimizer", type(learner.optimizer).__name__)
+        self.check_same("optimizer", learner.optimizer_name)
         # Else learners that resume one checkpoint would all draw the same actions' noise.
         seed_generators([int.from_bytes(os.urandom(8), "little")])
         self._learner = learner

@@ -7,8 +7,10 @@ import threading
 from typing import NamedTuple
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from beast import learner_group
+from beast.environments import map_nest
 
 
 class Batch(NamedTuple):
@@ -28,11 +30,12 @@ class Learner:
 
     Args:
       model: on its device.
-      optimizer, decay: the optimizer, and a function that returns the factor of its learning rate
-        after so many agent steps.
+      optimizer, decay: the optimizer, or a dict of several, and a function that returns the factor
+        of their learning rates after so many agent steps.
       weights: SharedWeights, LocalWeights or Version, into which new weights are published.
 
     Attributes:
+      scheduler: of the optimizer, or a dict of those of several.
       group: of learners of the same policy, this one among them.
       num_threads: with which PyTorch shall compute in the learner's threads.
       lock: reentrant; held while anything here is changed or copied.
@@ -50,7 +53,7 @@ class Learner:
         self.device = next(model.parameters()).device
         self.stats = {"step": 0, "episode_returns": [], "game_returns": []}
         self.stats |= {"skipped_updates": 0, "skipped_in_a_row": 0}
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: decay(self.step))
+        self.scheduler = map_nest(lambda o: LambdaLR(o, lambda _: decay(self.step)), optimizer)
         if self.device.type == "cpu":
             keep_freed_memory()
 
@@ -58,27 +61,39 @@ class Learner:
     def step(self):
         return self.stats["step"]
 
+    @property
+    def learning_rate(self):
+        """That of the optimizer, of several that of the first one."""
+        rates = []
+        map_nest(lambda o: rates.append(o.param_groups[0]["lr"]), self.optimizer)
+        return rates[0]
+
+    @property
+    def optimizer_name(self):
+        """The name of the optimizer's class, or a dict of those of several."""
+        return map_nest(lambda o: type(o).__name__, self.optimizer)
+
     def count(self, steps, episode_returns, game_returns):
         """Count an update: its agent steps, and the returns of what ended in its batch."""
         self.stats["step"] += steps
-        self.scheduler.step()
+        map_nest(LambdaLR.step, self.scheduler)
         for name, returns in (("episode_returns", episode_returns), ("game_returns", game_returns)):
             self.stats[name] = (self.stats[name] + returns)[-100:]
 
     def state(self):
         """Return all that a learner of the same policy needs: tensors and plain values."""
-        parts = self.model, self.optimizer, self.scheduler
-        state = {"parts": [part.state_dict() for part in parts], "stats": self.stats}
+        state = {"parts": map_nest(lambda x: x.state_dict(), self._parts), "stats": self.stats}
         return state | {"buffers": list(self.model.buffers())}  # also those that are not saved
 
     def load_state(self, state):
-        for part, own in zip(
-            (self.model, self.optimizer, self.scheduler), state["parts"], strict=True
-        ):
-            part.load_state_dict(own)
+        map_nest(lambda x, own: x.load_state_dict(own), self._parts, tuple(state["parts"]))
         for buffer, own in zip(self.model.buffers(), state["buffers"], strict=True):
             buffer.copy_(own)
         self.stats.update(state["stats"])
+
+    @property
+    def _parts(self):
+        return self.model, self.optimizer, self.scheduler
 
     def publish(self):
         self.weights.publish(self.model)

@@ -128,7 +128,7 @@ class LearnerGroup:
 
     def share_state(self, learner):
         """Have all learners begin with the weights, optimizer and counts of rank 0."""
-        self.check_same("optimizer", type(learner.optimizer).__name__)
+        self.check_same("optimizer", learner.optimizer_name)
         state = [learner.state() if self.rank == 0 else None]
         self._meet(lambda: dist.broadcast_object_list(state))
         if self.rank > 0:

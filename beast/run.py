@@ -254,7 +254,7 @@ class Run:
             latest |= {
                 "mean_episode_return": metrics.mean(stats["episode_returns"]),
                 "mean_game_return": metrics.mean(stats["game_returns"]),
-                "learning_rate": learner.optimizer.param_groups[0]["lr"],
+                "learning_rate": learner.learning_rate,
                 "policy_lag_min": min(self._lags, default=None),
                 "policy_lag_mean": metrics.mean(self._lags),
                 "policy_lag_max": max(self._lags, default=None),

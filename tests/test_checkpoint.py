@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: what they bring back, which ones are refused, and when they are written."""
 
+import copy
 import os
 import re
 import threading
@@ -11,6 +12,8 @@ from small_run import create_learner, parse, save, update
 
 from beast import checkpoint
 from beast.errors import FlagError
+from beast.learner import Learner
+from beast.weights import LocalWeights
 
 
 def saved_step(flags, name="model.tar"):
@@ -49,6 +52,46 @@ def test_the_optimizer_flags_of_the_call_hold_after_resuming(tmp_path):
     assert group["lr"] == pytest.approx(0.25 * 0.85)
 
 
+def create_with_two_optimizers(flags):
+    actor, critic = torch.nn.Linear(3, 2), torch.nn.Linear(3, 1)
+    optimizers = {
+        "actor": torch.optim.Adam(actor.parameters(), lr=flags.learning_rate),
+        "critic": torch.optim.RMSprop(critic.parameters(), lr=0.1),
+    }
+    model = torch.nn.ModuleList([actor, critic])
+    decay = lambda step: 1 - step / flags.total_steps  # noqa: E731
+    return Learner(model, optimizers, decay, LocalWeights(model))
+
+
+def learn_with_two_optimizers(learner):
+    for net, optimizer in zip(learner.model, learner.optimizer.values(), strict=True):
+        optimizer.zero_grad()
+        net(torch.ones(4, 3)).square().sum().backward()
+        optimizer.step()
+    learner.count(100, [], [])
+    return [parameter.detach().clone() for parameter in learner.model.parameters()]
+
+
+def test_several_optimizers_of_a_learner_go_on_as_they_were(tmp_path):
+    flags = parse(tmp_path)
+    saved, learner = create_with_two_optimizers(flags), create_with_two_optimizers(flags)
+    learn_with_two_optimizers(saved)
+    checkpoint.run_path(flags).mkdir(parents=True)
+    checkpoint.Writer(flags, saved).save(saved)
+    assert checkpoint.resume(flags, learner) and learner.learning_rate == 0.5 * 0.9
+    other = create_with_two_optimizers(flags)
+    other.load_state(copy.deepcopy(saved.state()))  # as of another rank
+    expected = learn_with_two_optimizers(saved)
+    for resumed in (learner, other):
+        learned = learn_with_two_optimizers(resumed)
+        assert all(torch.equal(*pair) for pair in zip(learned, expected, strict=True))
+        rates = [o.param_groups[0]["lr"] for o in resumed.optimizer.values()]
+        assert rates == pytest.approx([0.5 * 0.8, 0.1 * 0.8])
+    learner.optimizer = learner.optimizer["actor"]
+    with pytest.raises(FlagError, match="is of {'actor': 'Adam', .*, but this is Adam: undo"):
+        checkpoint.resume(flags, learner)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, groups):
     flags = parse(tmp_path)
@@ -60,7 +103,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, groups):
     else:
         learner.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
     with pytest.raises(
-        FlagError, match="is of RMSprop with groups .*undo the change of create_opt"
+        FlagError, match="is of RMSprop.*, but this is .*undo the change of create_opt"
     ):
         checkpoint.resume(flags, learner)
 

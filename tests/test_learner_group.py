@@ -112,7 +112,7 @@ def group(tmp_path):
 
 
 def share(group, model):
-    group.share_state(SimpleNamespace(model=model, optimizer=None, state=model.state_dict))
+    group.share_state(SimpleNamespace(model=model, optimizer_name="", state=model.state_dict))
 
 
 def test_a_net_whose_forward_pass_changes_a_buffer_is_refused_by_name(group):
