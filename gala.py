@@ -414,7 +414,6 @@ def count_updates(learner, agents, consensus, run):
                 learner.publish()
                 consensus.count(agent, metrics["update_norm"])
                 run.record(metrics, batch)
-                learner.stats["skipped_in_a_row"] = 0  # AgentLink counts those of each agent
             if run.stop.is_set():  # here, so that --deterministic ends after the same update
                 agents.finish()
 
@@ -464,7 +463,7 @@ def train(flags):
     learner = Learner(population, optimizer, lambda step: 1.0, Version())
     learner.device = get_device(flags)  # of the agents; the population is on the CPU
 
-    with contextlib.ExitStack() as stack, Run(flags, learner) as run:
+    with contextlib.ExitStack() as stack, Run(flags, learner, max_skipped=None) as run:
         nets = list(population.agents)
         states = [state_of(net, optimizer) for net in nets]
         if flags.exchange == "allreduce":  # a checkpoint may be of agents that were not equal

@@ -35,7 +35,7 @@ class Agents:
 
     Args:
       flags: num_agents, seed, stall_timeout_s.
-      game_returns: a list of the returns of the last 100 games of each agent, which is kept up.
+      game_returns: for each agent a list of the returns of its last 100 games; updated in place.
       context: as of start_fork_server.
       learn_alone: what an agent does, called in its process with flags, an AgentLink and `args`.
       in_step: whether agents wait for each other in each update, with --exchange allreduce as with
@@ -120,7 +120,7 @@ class Agents:
                     self._heartbeats[agent] = time.monotonic()  # it takes a moment to end
 
     def _is_late(self):
-        """Return whether agents in step have had their time to end, in which others wait."""
+        """Return whether HOLD_TIMEOUT has passed since the end, for agents that wait for others."""
         if not (self._is_over and self._in_step):
             return False
         if self._lookout.seconds_silent(self._end_time) < HOLD_TIMEOUT:

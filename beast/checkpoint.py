@@ -168,7 +168,8 @@ def resume(flags, learner):
 def _check_optimizer(learner, checkpoint, flags):
     """Raise a FlagError where a checkpoint is of another optimizer, or of other ones."""
     name = learner.optimizer_name
-    saved = checkpoint.get("optimizer", name)  # older ones do not name it
+    # Older ones do not name it.
+    saved = checkpoint.get("optimizer", "one optimizer" if isinstance(name, dict) else name)
     if saved == name:
         states = checkpoint["optimizer_state_dict"], pack(flags, learner)["optimizer_state_dict"]
         saved, name = (map_nest(_describe_optimizer, name, state) for state in states)

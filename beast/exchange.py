@@ -178,7 +178,7 @@ def refuse_difference(what, *learners):
     (first, a), (second, b) = learners
     if a == b:
         return
-    if isinstance(a, dict):
+    if isinstance(a, dict) and isinstance(b, dict):
         names = [name for name in a | b if a.get(name) != b.get(name)]
         a, b = ({name: x.get(name) for name in names} for x in (a, b))
     raise FlagError(f"all learners need the same {what}: {first} has {a}, {second} {b}")

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from beast import learner_group
 from beast.environments import map_nest
+from beast.errors import FlagError
 
 
 class Batch(NamedTuple):
@@ -30,8 +31,8 @@ class Learner:
 
     Args:
       model: on its device.
-      optimizer, decay: the optimizer, or a dict of several, and a function that returns the factor
-        of their learning rates after so many agent steps.
+      optimizer: one, or a dict of several by their names.
+      decay: returns the factor of all learning rates after so many agent steps.
       weights: SharedWeights, LocalWeights or Version, into which new weights are published.
 
     Attributes:
@@ -100,21 +101,33 @@ class Learner:
 
 
 def create_state(optimizer):
-    """Have an optimizer make the state that torch adds at its first step: zeros."""
+    """Have an optimizer make now the state that torch adds at its first step.
+
+    Raises:
+      FlagError: that is not all zeros, so it depends on the first step.
+    """
     if optimizer.state:  # of those that make it at once
         return
-    rates = [group["lr"] for group in optimizer.param_groups]
+    kept = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0  # or it would decay weights
+        group.update({"weight_decay": 0.0} if "weight_decay" in group else {})
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    optimizer.step()  # which changes no parameter, as all gradients are 0
     optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, before in zip(optimizer.param_groups, kept, strict=True):
+        group.update(before)
+    begins_otherwise = any(group.get("dampening") for group in kept)
     for state in optimizer.state.values():
-        for tensor in filter(torch.is_tensor, state.values()):
-            tensor.zero_()
+        for name, tensor in state.items():
+            if torch.is_tensor(tensor):
+                begins_otherwise |= name != "step" and bool(tensor.any())
+                tensor.zero_()
+    if begins_otherwise:
+        raise FlagError(
+            f"the state of {type(optimizer).__name__} does not begin with zeros, so agents cannot "
+            "share it: choose another optimizer, as RMSprop, Adam, or SGD without dampening"
+        )
 
 
 def get_device(flags):

@@ -91,11 +91,12 @@ def _check_outputs(outputs, rows, action_space, where):
             f"[{T}, {B}], but has {list(outputs['baseline'].shape)}"
         )
     logits = outputs["policy_logits"]
-    parts = (num_actions,) if isinstance(action_space, gym.spaces.Discrete) else logits.shape[2:]
+    is_discrete = isinstance(action_space, gym.spaces.Discrete)
+    parts = (num_actions,) if is_discrete else logits.shape[2:]
     if logits.shape != (T, B, *parts) or logits.dim() < 3:
         raise FlagError(
             f"for rows of T = {T}, B = {B} the policy_logits of {where} should have the shape "
-            f"[{T}, {B}, {num_actions}], but have {list(logits.shape)}"
+            f"[{T}, {B}, {num_actions if is_discrete else '...'}], but have {list(logits.shape)}"
         )
 
 

@@ -50,7 +50,8 @@ class StopSignals:
         if self.first is None:
             self.first, self.time = signal.Signals(number), time.monotonic()
             threading.Thread(target=self._announce, args=(self.first.name,)).start()
-        elif time.monotonic() > self.time + 1:
+        # A terminal that is closed may send another SIGHUP much later.
+        elif number != signal.SIGHUP and time.monotonic() > self.time + 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

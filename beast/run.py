@@ -24,7 +24,7 @@ from beast.waits import Stopwatch, WaitFractions
 from beast.watchdog import Watchdog, print_stacks_on_signal
 
 LOG_INTERVAL = 5  # seconds
-CENTURY = 3e9  # seconds; a run that takes longer has no end, and timedelta has a largest one
+CENTURY = 3e9  # seconds; where more are left, none are shown, since timedelta has a largest one
 LOG_UPDATES = 50  # in its place with --deterministic, where time must not count
 MAX_SKIPPED = 10  # updates in a row that are not finite
 RESERVED = {"_tick", "_time", "step", "steps_per_second", "learning_rate", "learner_wait"}
@@ -38,6 +38,7 @@ class Run:
       flags: of the program. Where it has them, num_learner_threads, deterministic, episodic_life
         and frames_per_step count, too.
       learner: a Learner, which this restores, logs and saves.
+      max_skipped: updates in a row that are not finite, after which the run ends; None: any number.
 
     Attributes:
       stop: threading.Event that ends the run: set by Ctrl-C, SIGTERM, the last step, or by others.
@@ -51,8 +52,9 @@ class Run:
         saved.
     """
 
-    def __init__(self, flags, learner):
+    def __init__(self, flags, learner, max_skipped=MAX_SKIPPED):
         self._flags, self._learner, self._group = flags, learner, learner.group
+        self._max_skipped = max_skipped
         self._frames = getattr(flags, "frames_per_step", 1)  # a step
         self.stop = threading.Event()
         self.exit_status = 0
@@ -297,7 +299,7 @@ class Run:
 
     def _skip(self, update, batch):
         """Count an update that was skipped, and say where its batch comes from."""
-        stats = self._learner.stats
+        stats, most = self._learner.stats, self._max_skipped
         stats["skipped_updates"] += 1
         stats["skipped_in_a_row"] += 1
         values = ", ".join(f"{name} {value}" for name, value in update.items())
@@ -306,18 +308,17 @@ class Run:
         names = f"learners {ranks}" if ranks else "all learners"
         source = f"Its batch comes from {batch.sources}" if is_ours else f"See the logs of {names}"
         logging.error(
-            "The update was skipped, as it is not finite (%d in all; %d in a row, %d end the run): "
-            "%s. %s",
-            *(stats["skipped_updates"], stats["skipped_in_a_row"], MAX_SKIPPED),
-            *(values, source),
+            "The update was skipped, as it is not finite (%d in all; %d in a row%s): %s. %s",
+            *(stats["skipped_updates"], stats["skipped_in_a_row"]),
+            *(f", {most} end the run" if most else "", values, source),
         )
-        if stats["skipped_in_a_row"] < MAX_SKIPPED:
+        if most is None or stats["skipped_in_a_row"] < most:
             return
         if not is_ours:
-            raise FloatingPointError(f"{MAX_SKIPPED} updates in a row were not finite. {source}")
+            raise FloatingPointError(f"{most} updates in a row were not finite. {source}")
         where = bad_batch.save(self.path, self._group.name, batch, update)
         raise FloatingPointError(
-            f"{MAX_SKIPPED} updates in a row were not finite, the last one with {values}. The "
+            f"{most} updates in a row were not finite, the last one with {values}. The "
             f"batch {where}, of {batch.sources}; the checkpoint is from before. Look at the "
             "rewards and frames in it, and try a lower --learning_rate"
         )

@@ -369,6 +369,19 @@ def test_a_stream_that_is_connected_anew_gets_another_seed(start):
     assert all(seed.startswith("7") for seed in seeds) and len(set(seeds)) == len(seeds)
 
 
+def test_a_stream_that_fails_after_each_rollout_pauses_longer_and_longer(start):
+    server = start(FakeServer(say(make_first(1), *[make_step(1)] * T)))  # and the stream is over
+    rig = start(Rig([server.address], act_zero, (), reconnect=True))
+
+    def pauses():
+        found = [re.search(r"trying again in ([\d.]+) s", event) for event in rig.events]
+        return [float(match[1]) for match in found if match]
+
+    wait_until(lambda: len(pauses()) >= 5)
+    first, *_, fifth = pauses()[:5]
+    assert first <= 0.15 and fifth >= 0.8  # 0.1 and 1.6 seconds, give or take a half
+
+
 def test_query_server_returns_what_a_server_says(start):
     server = start(FakeServer(obey(3, spaces='{"a": 1}', stack_size=0, env="Pong")))
     assert query_server(server.address) == {

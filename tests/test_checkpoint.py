@@ -87,6 +87,10 @@ def test_several_optimizers_of_a_learner_go_on_as_they_were(tmp_path):
         assert all(torch.equal(*pair) for pair in zip(learned, expected, strict=True))
         rates = [o.param_groups[0]["lr"] for o in resumed.optimizer.values()]
         assert rates == pytest.approx([0.5 * 0.8, 0.1 * 0.8])
+    old = checkpoint.load(flags)
+    del old["optimizer"]
+    with pytest.raises(FlagError, match="is of one optimizer, but this is {'actor': 'Adam', "):
+        checkpoint._check_optimizer(learner, old, flags)
     learner.optimizer = learner.optimizer["actor"]
     with pytest.raises(FlagError, match="is of {'actor': 'Adam', .*, but this is Adam: undo"):
         checkpoint.resume(flags, learner)

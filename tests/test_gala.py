@@ -336,16 +336,20 @@ def test_a_metric_that_is_not_finite_costs_the_step_of_all_agents(monkeypatch, e
     assert exchange == "gossip" or sums[0].isnan().all()  # so the other agents take none
 
 
-def test_bad_updates_of_one_agent_do_not_end_the_run_however_many_come_in_a_row(tmp_path):
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_bad_updates_end_no_run_and_are_saved_only_beside_good_ones(tmp_path, is_saved):
     flags = small_run.parse(tmp_path)
     learner, bad = small_run.create_learner(flags), {"steps": 1.0, "update_norm": math.nan}
     updates = [(0, bad, small_run.create_batch())] * (2 * MAX_SKIPPED)
+    updates += [(1, {"steps": 1.0, "update_norm": 1.0}, small_run.create_batch())] * is_saved
     agents = types.SimpleNamespace(updates=lambda: (update for update in updates))
     consensus = types.SimpleNamespace(count=lambda *_: None)
-    with Run(flags, learner) as run:
-        gala.count_updates(learner, agents, consensus, run)
+    refused = pytest.raises(FlagError, match="no checkpoint was written at step 20: the last 20 up")
+    with contextlib.nullcontext() if is_saved else refused:
+        with Run(flags, learner, max_skipped=None) as run:
+            gala.count_updates(learner, agents, consensus, run)
     assert learner.stats["skipped_updates"] == 2 * MAX_SKIPPED
-    assert (tmp_path / "run" / "model.tar").exists()
+    assert (tmp_path / "run" / "model.tar").exists() == is_saved
 
 
 def learn_with_averages(agent, rows, path):

@@ -11,6 +11,7 @@ from small_run import create_batch, create_learner
 import monobeast
 import polybeast
 from beast import learner as learner_module
+from beast.errors import FlagError
 from beast.learner import Learner, create_state, get_device
 
 
@@ -34,7 +35,7 @@ def test_updates_count_steps_returns_and_the_learning_rate():
     "make",
     [
         lambda p: torch.optim.AdamW(p, lr=0.1),
-        lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+        lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True, weight_decay=0.1),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
         lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
     ],
@@ -56,6 +57,21 @@ def test_an_optimizer_learns_the_same_with_its_state_from_the_start(make):
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert names == {name for state in optimizer.state.values() for name in state}
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.NAdam(p, lr=0.1),
+        lambda p: torch.optim.Rprop(p, lr=0.1),
+        lambda p: torch.optim.ASGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    ],
+)
+def test_an_optimizer_whose_state_depends_on_the_first_step_is_refused(make):
+    optimizer = make(torch.nn.Linear(3, 1).parameters())
+    with pytest.raises(FlagError, match=rf"state of {type(optimizer).__name__} does not begin"):
+        create_state(optimizer)
 
 
 def test_other_learners_get_buffers_that_no_checkpoint_has():

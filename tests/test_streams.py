@@ -42,6 +42,20 @@ def test_no_batch_of_inference_is_lost_between_two_ticks():
     created.batcher.close()
 
 
+def test_events_are_logged_but_of_long_ones_not_each_in_whole(caplog):
+    created = create_streams()
+    events = [f"stream {i}: {'x' * 2000}; trying again in {i} s" for i in range(3)]
+    created._pool = SimpleNamespace(next_event=iter([*events, "stream 1: back", None]).__next__)
+    created.log_events()
+    whole, *others, last = caplog.messages
+    assert whole == events[0] and last == "stream 1: back"
+    for message, event in zip(others, events[1:], strict=True):
+        assert message.startswith(event[:100]) and message.endswith(event[-100:])
+        assert len(message) < 700
+    created.queue.close()
+    created.batcher.close()
+
+
 class Overtaken(nn.Module):
     """Answers with its weights, which are all the same in every whole version.
 
