@@ -35,6 +35,7 @@ from torch import nn
 import atari_wrappers
 import vtrace
 from beast import atari_games, evaluate
+from beast.agent_memory import AgentMemory, make_equal
 from beast.agents import Agents
 from beast.collect import collect
 from beast.consensus import Consensus, flatten
@@ -44,7 +45,6 @@ from beast.flags import add_run_flags, parse_flags, run_program
 from beast.fork_server import start_fork_server
 from beast.learner import Learner, create_state, get_device, keep_freed_memory
 from beast.machine import count_cores
-from beast.mailboxes import Mailboxes
 from beast.metrics import is_finite, to_floats
 from beast.nets import Population, create_net
 from beast.parallel_environments import ParallelEnvironments
@@ -52,10 +52,9 @@ from beast.parser import Parser, fraction, non_negative, positive
 from beast.precision import autocast, choose_precision, to_float32
 from beast.randomness import make_deterministic, seed_generators
 from beast.run import Run
-from beast.shared_memory import check_shared_memory
 from beast.spaces import is_channels_last
 from beast.threads import Threads
-from beast.weights import SharedCopies, Version
+from beast.weights import Version
 from libtorchbeast.rows import draw_seeds
 
 # fmt: off
@@ -114,7 +113,7 @@ GRADIENT_INTERVAL = 500  # steps of an environment between two measurements of g
 
 def create_env(flags):
     """Return one environment with a Discrete action space."""
-    if flags.env.startswith("MinAtar/"):
+    if flags.env.startswith("MinAtar/") and flags.env not in gym.registry:
         from minatar.gym import register_envs
 
         register_envs()
@@ -332,22 +331,14 @@ def find_in_peers(topology, agent, num_agents):
     return sorted({(agent - d) % num_agents for d in distances} - {agent})
 
 
-def state_of(net, optimizer):
-    """Return all tensors that learning changes."""
-    of_optimizer = [x for p in net.parameters() for x in optimizer.state[p].values()]
-    return [*net.state_dict().values(), *filter(torch.is_tensor, of_optimizer)]
-
-
-def learn_alone(flags, link, sample_rows, make_net, shared_states, mailboxes, gradients, port):
+def learn_alone(flags, link, sample_rows, make_net, memory, port):
     """Play and learn, send weights, mix what has come: an agent process.
 
     Args:
       link: an AgentLink.
       sample_rows: as of `collect`.
       make_net: returns a Net with any weights.
-      shared_states: the tensors of state_of of each agent, in shared memory. This one begins with
-        its own, and writes them whenever it has to hold.
-      gradients: [agents, parameters]; this one writes its own now and then.
+      memory: an AgentMemory, from which this agent begins, and which it writes when it has to hold.
       port: of the store by which agents find each other with --exchange allreduce.
     """
     agent, device = link.agent, get_device(flags)
@@ -358,8 +349,8 @@ def learn_alone(flags, link, sample_rows, make_net, shared_states, mailboxes, gr
     seed_generators([*link.seed, 0])
     make_deterministic(flags)
     optimizer = create_optimizer(flags, model)
-    state, in_peers = state_of(model, optimizer), mailboxes.in_peers[agent]
-    torch._foreach_copy_(state, shared_states[agent])
+    memory.load(agent, model, optimizer)
+    mailboxes, in_peers = memory.mailboxes, memory.mailboxes.in_peers[agent]
     if link.is_replacement:
         mailboxes.weights[in_peers[0] if in_peers else agent].load_into(model)
     if flags.exchange == "allreduce":
@@ -372,14 +363,14 @@ def learn_alone(flags, link, sample_rows, make_net, shared_states, mailboxes, gr
     with contextlib.closing(environments):
         for i, batch in enumerate(collect(flags, model, [environments], sample_rows)):
             is_compared = i % max(1, GRADIENT_INTERVAL // flags.unroll_length) == 0
-            own_gradient = gradients[agent] if is_compared else None
+            own_gradient = memory.gradients[agent] if is_compared else None
             metrics = learn(flags, model, batch.rows, batch.agent_state[0], optimizer, own_gradient)
             mailboxes.weights[agent].publish(model)
             if flags.exchange == "gossip":
                 misses = gossip(flags, link, mailboxes, model, message, misses)
             link.report(metrics, batch)
             if link.has_to_hold():
-                torch._foreach_copy_(shared_states[agent], state)
+                memory.save(agent, model, optimizer)
                 link.hold()
 
 
@@ -464,37 +455,23 @@ def train(flags):
     learner.device = get_device(flags)  # of the agents; the population is on the CPU
 
     with contextlib.ExitStack() as stack, Run(flags, learner, max_skipped=None) as run:
-        nets = list(population.agents)
-        states = [state_of(net, optimizer) for net in nets]
-        if flags.exchange == "allreduce":  # a checkpoint may be of agents that were not equal
-            for state in states[1:]:
-                torch._foreach_copy_(state, states[0])
-        shared_states = SharedCopies(states[0], len(nets), "the agents' weights and optimizers")
-        for shared_state, state in zip(shared_states, states, strict=True):
-            torch._foreach_copy_(shared_state, state)
-        in_peers = [
-            find_in_peers(flags.topology, i, len(nets)) if flags.exchange == "gossip" else []
-            for i in range(len(nets))
-        ]
-        mailboxes = Mailboxes(in_peers, nets)
-        gradients = torch.zeros(len(nets), flatten(net.parameters()).numel())
-        check_shared_memory(gradients.nbytes, "the agents' gradients")
-        gradients.share_memory_()
-        in_step = flags.exchange == "allreduce" or flags.deterministic
-        consensus = Consensus(mailboxes, make_net(), gradients, in_step)
-        port = None
-        if flags.exchange == "allreduce":
+        in_peers, port, n = [[] for _ in population.agents], None, flags.num_agents
+        if flags.exchange == "gossip":
+            in_peers = [find_in_peers(flags.topology, agent, n) for agent in range(n)]
+        elif flags.exchange == "allreduce":
+            make_equal(population, optimizer)  # those of a checkpoint may not be
             store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             port = store.port
-        arguments = rows | outputs, make_net, shared_states, mailboxes, gradients, port
+        memory = AgentMemory(population, optimizer, in_peers)
+        in_step = flags.exchange == "allreduce" or flags.deterministic
+        consensus = Consensus(memory.mailboxes, make_net(), memory.gradients, in_step)
         agents = Agents(
-            flags, learner.stats.setdefault("games_of_agents", [[] for _ in nets]),
-            start_fork_server(), learn_alone, arguments, in_step, run.first_step,
-            consensus.metrics,
+            flags, learner.stats.setdefault("games_of_agents", [[] for _ in in_peers]),
+            start_fork_server(), learn_alone, (rows | outputs, make_net, memory, port), in_step,
+            run.first_step, consensus.metrics,
         )  # fmt: skip
         stack.enter_context(contextlib.closing(agents))
-        parts = population, states, shared_states, mailboxes
-        learner.hold = functools.partial(agents.hold_and_copy, *parts)
+        learner.hold = functools.partial(agents.hold_and_copy, population, optimizer, memory)
         with Threads(run.stop, on_exit=[agents.finish]) as threads:
             threads.start(count_updates, learner, agents, consensus, run)
             run.watch(agents)

@@ -88,7 +88,7 @@ training.add_argument("--num_envs", type=positive(int),
 training.add_argument("--num_groups", default=1, type=positive(int), help="Groups of environments, "
                       "of which each is stepped while others are answered.")
 training.add_argument("--num_env_processes", type=non_negative(int), help="Processes that step a "
-                      "group; 0: this one. By default as many as there are cores.")
+                      "group; 0: this one. By default one a core, at most one an environment.")
 training.add_argument("--unroll_length", type=positive(int),
                       help=f"Steps in a rollout. {default_of('unroll_length')}")
 training.add_argument("--num_epochs", type=positive(int),
@@ -134,7 +134,7 @@ atari_wrappers.add_flags(parser)
 
 def create_env(flags):
     """Return one environment with a Discrete or a Box action space."""
-    if flags.env.startswith("MinAtar/"):
+    if flags.env.startswith("MinAtar/") and flags.env not in gym.registry:
         from minatar.gym import register_envs
 
         register_envs()
@@ -414,8 +414,7 @@ def make_minibatches(flags, batch, agent_state):
     device, (_, N) = batch["mask"].device, batch["mask"].shape
     if flags.use_gru:
         for columns in torch.randperm(N, device=device).tensor_split(flags.num_minibatches):
-            state = map_nest(lambda x, c=columns: x[:, c], agent_state)
-            yield map_nest(lambda x, c=columns: x[:, c], batch), state
+            yield map_nest(lambda x, c=columns: x[:, c], (batch, agent_state))
         return
     flat = map_nest(lambda x: x.flatten(0, 1), batch)
     order = torch.randperm(len(flat["mask"]), device=device)
@@ -472,7 +471,7 @@ def adapt_penalty(flags, model, batch, agent_state):
 
 def play_and_learn(flags, learner, groups, sample_rows, run):
     """Play and learn by turns, until the groups are woken or all steps are made: a thread."""
-    torch.set_num_threads(learner.num_threads)
+    learner.use_threads()
     for batch in run.follow(collect(flags, learner.model, groups, sample_rows)):
         with learner.lock:
             if run.stop.is_set():
@@ -490,12 +489,16 @@ def check_flags(flags):
             setattr(flags, name, values[flags.continuous])
     if flags.env_backend != "gym":
         raise FlagError("--env_backend ale_vector is for monobeast.py and polybeast.py alone")
-    if flags.penalty != "kl" and flags.kl_target != parser.get_default("kl_target"):
-        raise FlagError(f"--kl_target {flags.kl_target} is for --penalty kl: give both, or neither")
+    for name, penalty, default in (
+        ("kl_target", "kl", parser.get_default("kl_target")),
+        ("policy_clipping", "clip", DEFAULTS["policy_clipping"][flags.continuous]),
+    ):
+        value = getattr(flags, name)
+        if flags.penalty != penalty and value != default:
+            raise FlagError(f"--{name} {value} is for --penalty {penalty}: give both, or neither")
     if flags.num_envs % flags.num_groups:
         raise FlagError(
-            f"--num_envs is {flags.num_envs}, which --num_groups {flags.num_groups} does not "
-            "divide: give another number of either"
+            f"--num_envs is {flags.num_envs}, which --num_groups {flags.num_groups} does not divide"
         )
     n = flags.num_envs // flags.num_groups
     if flags.num_env_processes is None:
@@ -511,8 +514,7 @@ def check_flags(flags):
     if flags.num_minibatches > most:
         what = "environments, which --use_gru leaves whole" if flags.use_gru else "steps"
         raise FlagError(
-            f"--num_minibatches is {flags.num_minibatches}, but a rollout has {most} {what}: give "
-            f"at most {most}"
+            f"--num_minibatches is {flags.num_minibatches}, but a rollout has {most} {what}"
         )
 
 

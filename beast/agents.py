@@ -167,19 +167,19 @@ class Agents:
                     self._has_saved = list(self._held)
 
     @contextlib.contextmanager
-    def hold_and_copy(self, population, states, shared_states, mailboxes):
+    def hold_and_copy(self, population, optimizer, memory):
         """Have all agents hold still in this block, in which a Population has what they have.
 
         Args:
-          states, shared_states: of each agent, the tensors in `population` and in its optimizer,
-            and where the agent leaves them when it holds.
+          optimizer: of the population, which has the state of theirs.
+          memory: AgentMemory, into which an agent saves before it holds.
         """
         with self.hold() as has_saved:
-            for agent, is_new in enumerate(has_saved):
+            for agent, (net, is_new) in enumerate(zip(population.agents, has_saved, strict=True)):
                 if is_new:
-                    torch._foreach_copy_(states[agent], shared_states[agent])
+                    memory.load(agent, net, optimizer)
                 else:  # it is dead or late, but what it has sent is whole
-                    mailboxes.weights[agent].load_into(population.agents[agent])
+                    memory.mailboxes.weights[agent].load_into(net)
                 if (mean := self.game_returns()[agent]) is not None:
                     population.returns[agent] = mean
             yield

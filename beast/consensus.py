@@ -5,6 +5,7 @@ Source: Assran et al. 2019, "Gossip-based Actor-Learner Architectures for Deep R
 Learning".
 """
 
+import math
 import threading
 from collections import deque
 
@@ -74,6 +75,7 @@ class Consensus:
         for agent in range(len(in_peers)):
             for other in range(agent):
                 are_peers = other in in_peers[agent] or agent in in_peers[other]
-                pairs["peers" if are_peers else "others"].append(cosines[agent][other])
+                if math.isfinite(cosines[agent][other]):  # else one of the gradients was not
+                    pairs["peers" if are_peers else "others"].append(cosines[agent][other])
         metrics = {f"gradient_cosine_{k}": sum(v) / len(v) if v else None for k, v in pairs.items()}
         return metrics | {"consensus_distance": self.distance(), "consensus_bound": self.bound}

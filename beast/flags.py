@@ -42,15 +42,15 @@ def add_run_flags(parser):
     run.add_argument("--disable_checkpoint", action="store_true", help="Save no checkpoint.")
     run.add_argument("--disable_cuda", action="store_true", help="Learn on the CPU.")
     run.add_argument("--precision", choices=["fp32", "bf16"],
-                     help="Number format of the net's layers before the LSTM, in actors and "
-                     "learner; all else is float32. By default bf16 on devices that multiply "
-                     "faster in it, fp32 on others.")
+                     help="Number format of the net's layers but the recurrent and last ones; "
+                     "all else is float32. By default bf16 on devices that multiply faster in "
+                     "it, fp32 on others.")
     run.add_argument("--write_profiler_trace", action="store_true",
                      help="Write a trace of 20 updates into the run's folder.")
     run.add_argument("--stall_timeout_s", default=60, type=positive(float),
-                     help="Seconds of silence after which the log names an actor, environment "
-                     "server or thread, with its stack; an actor or server is killed and replaced "
-                     "after five times as long.")
+                     help="Seconds of silence after which the log names a process, environment "
+                     "server or thread, with its stack; a process or server is killed and "
+                     "replaced after five times as long.")
     run.add_argument("--end_with_stdin", action="store_true",
                      help="End, as by SIGTERM, when standard input ends: for programs, and ssh, "
                      "that must not leave this one behind.")

@@ -3,6 +3,7 @@
 
 import contextlib
 import ctypes
+import os
 import threading
 from typing import NamedTuple
 
@@ -80,6 +81,23 @@ class Learner:
         map_nest(LambdaLR.step, self.scheduler)
         for name, returns in (("episode_returns", episode_returns), ("game_returns", game_returns)):
             self.stats[name] = (self.stats[name] + returns)[-100:]
+
+    def use_threads(self):
+        """Have PyTorch compute with num_threads in this thread, each on a core where it has all.
+
+        In convolutions threads wait for each other without giving up their core. Where another
+        program keeps a core busy, Linux would have two of them share one, and a batch take 20 times
+        as long (benchmarks/README.md).
+        """
+        torch.set_num_threads(self.num_threads)
+        cores, before = sorted(os.sched_getaffinity(0)), os.listdir("/proc/self/task")
+        if self.device.type != "cpu" or not 1 < len(cores) == self.num_threads:
+            return
+        torch.ones(2**20).sum()  # starts the threads
+        started = [0, *map(int, set(os.listdir("/proc/self/task")).difference(before))]
+        if len(started) == len(cores):  # else others were started meanwhile
+            for thread, core in zip(started, cores, strict=True):
+                os.sched_setaffinity(thread, {core})
 
     def state(self):
         """Return all that a learner of the same policy needs: tensors and plain values."""

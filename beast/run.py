@@ -284,14 +284,11 @@ class Run:
         self._folder.log(step, {"steps_per_second": rate, **latest}, line)
 
     def _status_line(self, step, texts):
-        now = time.monotonic()
-        last_time, last_step = self._ticks[-1]
-        rate = (step - last_step) / max(now - last_time, 1e-9)
-        first_time, first_step = self._ticks[0]
-        self._ticks.append((now, step))
-        lasting_rate = (step - first_step) / max(now - first_time, 1e-9)
-        left = "-"
-        if (steps_left := max(0, self._flags.total_steps - step)) < lasting_rate * CENTURY:
+        now, ticks = time.monotonic(), self._ticks
+        rate, lasting_rate = ((step - s) / max(now - t, 1e-9) for t, s in (ticks[-1], ticks[0]))
+        ticks.append((now, step))
+        steps_left, left = max(0, self._flags.total_steps - step), "-"
+        if steps_left < lasting_rate * CENTURY:
             left = str(datetime.timedelta(seconds=round(steps_left / lasting_rate)))
         parts = [f"{step:,} steps", f"{rate:,.0f} steps/s ({rate * self._frames:,.0f} frames/s)"]
         parts += [f"{name} {text}" for name, text in texts.items()]

@@ -8,6 +8,7 @@ little more than that these tests are right.
 import json
 import os
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from deadline import Thread
 from program import HELPERS, ROOT, last_step, load, run
 from test_parity import SPACE, A, make_batch
 
+import gala
 import monobeast
 import polybeast
+import ppo
 from beast import bad_batch
 from beast.cuda import DeviceCopies
 from beast.environments import map_nest
@@ -31,11 +34,25 @@ pytestmark = [
     pytest.mark.whole,
     pytest.mark.skipif(IS_CUDA and not torch.cuda.is_available(), reason="needs a GPU"),
 ]
+
+
+def ppo_loss(flags, net, batch, agent_state):
+    flags.continuous = False
+    ppo.check_flags(flags)
+    batch = batch | {"baseline": torch.zeros_like(batch["reward"])}
+    return ppo.compute_loss(flags, net, ppo.compute_targets(flags, net, batch, ()), ())
+
+
 NETS = {
     "monobeast": (monobeast, lambda lstm: monobeast.AtariNet(SPACE, A, lstm)),
     "polybeast, shallow": (polybeast, lambda lstm: polybeast.AtariNet(SPACE, A, lstm, "shallow")),
     "polybeast, deep": (polybeast, lambda lstm: polybeast.AtariNet(SPACE, A, lstm, "deep")),
 }
+OTHERS = {  # without an LSTM
+    "ppo": (types.SimpleNamespace(parser=ppo.parser, compute_loss=ppo_loss),
+            lambda lstm: ppo.Net(SPACE, A)),
+    "gala": (gala, lambda lstm: gala.Net(SPACE, A)),
+}  # fmt: skip
 
 
 def loss_and_gradients(program, net, batch, precision, device):
@@ -49,13 +66,15 @@ def loss_and_gradients(program, net, batch, precision, device):
     return loss.item(), torch.cat([p.grad.flatten().float().cpu() for p in net.parameters()])
 
 
-@pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize("use_lstm", [False, True])
+@pytest.mark.parametrize(
+    ("name", "use_lstm"),
+    [(name, lstm) for name in NETS for lstm in (False, True)] + [(name, False) for name in OTHERS],
+)
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 2e-2)])
 def test_loss_and_gradients_are_those_of_the_cpu(name, use_lstm, precision, tolerance, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # fp32, not TF32
     torch.manual_seed(1)
-    program, make = NETS[name]
+    program, make = (NETS | OTHERS)[name]
     net, batch = make(use_lstm), make_batch(3)
     for layer in (net.policy, net.baseline):  # a real policy, real values
         torch.nn.init.normal_(layer.weight, std=0.05)

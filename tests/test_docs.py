@@ -140,7 +140,7 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 1600
 
 
-@pytest.mark.parametrize("name", ["monobeast", "polybeast", "polybeast_env"])
+@pytest.mark.parametrize("name", ["monobeast", "polybeast", "polybeast_env", "ppo", "gala"])
 def test_help_has_groups_defaults_and_seconds(name):
     parser = importlib.import_module(name).parser
     shown = " ".join(parser.format_help().split())

@@ -22,17 +22,19 @@ from deadline import wait_until
 from program import HELPERS, ROOT, Program, column, last_step, load, read_rows, run
 from test_ppo import Table, make_rows
 
+import beast.agents
 import gala
 import ppo
 from beast.agent_link import AgentLink
+from beast.agent_memory import AgentMemory
+from beast.agents import Agents
 from beast.environments import Environments
 from beast.errors import FlagError
 from beast.learner import Batch
 from beast.mailboxes import Mailboxes
 from beast.metrics import is_finite
-from beast.nets import create_net
+from beast.nets import Population, create_net
 from beast.run import MAX_SKIPPED, Run
-from beast.weights import SharedCopies
 
 SCRIPT = ROOT / "gala.py"
 
@@ -214,10 +216,15 @@ def test_agents_stay_within_the_bound_of_proposition_1(n):
 
 def test_gradients_of_peers_are_told_from_those_of_others():
     models = make_models(4, size=2)
-    gradients = torch.tensor([[1.0, 0], [0, 2], [-3, 0], [0, 4]])  # 0 and 2, 1 and 3 are no peers
+    # Of 0 and 2 alike, and of 1 and 3, which are no peers; 60 degrees between the two pairs.
+    gradients = torch.tensor([[1, 0], [1, 3**0.5], [3, 0], [2, 2 * 3**0.5]])
     metrics = gala.Consensus(make_mailboxes("ring", models), models[0], gradients).metrics()
-    assert metrics["gradient_cosine_peers"] == pytest.approx(0)
-    assert metrics["gradient_cosine_others"] == pytest.approx(0)  # -1 and 1
+    assert metrics["gradient_cosine_peers"] == pytest.approx(0.5)
+    assert metrics["gradient_cosine_others"] == pytest.approx(1)
+    gradients[1, 0] = math.inf  # an update of agent 1 is skipped
+    metrics = gala.Consensus(make_mailboxes("ring", models), models[0], gradients).metrics()
+    assert metrics["gradient_cosine_peers"] == pytest.approx(0.5)  # of 3 with 0 and with 2
+    assert metrics["gradient_cosine_others"] == pytest.approx(1)
 
 
 def parse(arguments=""):
@@ -432,6 +439,30 @@ def test_max_staleness_waits_for_a_message_after_so_many_updates_without():
     torch.testing.assert_close(models[0].weight, (own + models[1].weight) / 2)
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+def test_in_step_an_agent_mixes_what_is_as_old_as_the_delay(delay):
+    models, versions = make_models(2), []
+    mailboxes = make_mailboxes("ring", models)
+
+    def wait_until(condition):
+        assert not condition()  # agent 1 has not come as far
+        with torch.no_grad():
+            models[1].weight += 1
+        mailboxes.weights[1].publish(models[1])
+        versions.append(mailboxes.weights[1].version)
+        return condition()
+
+    link = types.SimpleNamespace(agent=0, wait_until=wait_until)
+    flags = parse(f"--deterministic --message_delay {delay}")
+    for _ in range(3):
+        mailboxes.weights[0].publish(models[0])
+        own, peers_last = (models[i].weight.detach().clone() for i in (0, 1))
+        gala.gossip(flags, link, mailboxes, models[0], copy.deepcopy(models[0]), misses=0)
+        expected = (own + peers_last + 1 - delay) / 2
+        torch.testing.assert_close(models[0].weight.detach(), expected)
+    assert len(versions) == 3
+
+
 def test_an_agent_with_too_many_updates_that_are_not_finite_ends_and_gives_all_their_rows():
     near, far = multiprocessing.Pipe()
     limits = torch.full((2,), 2**62)
@@ -453,38 +484,55 @@ class HasToHold(Exception):
     pass
 
 
-@pytest.mark.parametrize("is_replacement", [False, True])
-def test_a_replacement_begins_with_the_weights_of_an_in_peer(is_replacement):
+def learn_once(agent, is_replacement=False):
+    """Have an agent make one update that hardly moves it; return its rows and its baseline's bias.
+
+    At first the bias of agent 0 is 1, that of agent 1 is 2.
+    """
     flags = parse("--num_agents 3 --envs_per_agent 1 --learning_rate 1e-9 --env CartPole-v1")
-    threads = torch.get_num_threads()
+    threads, batches = torch.get_num_threads(), []
     with contextlib.closing(Environments(lambda: gym.make("CartPole-v1"), 1, 0, "one")) as sample:
         spaces = sample.observation_space, sample.action_space
     net, (rows, outputs, _) = create_net(gala.Net, *spaces)
-    nets = [copy.deepcopy(net) for _ in range(3)]
-    for agent, agents_net in enumerate(nets):
-        torch.nn.init.constant_(agents_net.baseline.bias, 1 + agent)
-    states = [gala.state_of(model, gala.create_optimizer(flags, model)) for model in nets]
-    shared = SharedCopies(states[0], 3, "copies")
-    for i in range(3):
-        torch._foreach_copy_(shared[i], states[i])
-    mailboxes = make_mailboxes("ring", nets)
+    population = Population(net, 3)
+    for i, agents_net in enumerate(population.agents):
+        torch.nn.init.constant_(agents_net.baseline.bias, 1 + i)
+    optimizer = gala.create_optimizer(flags, population)
+    memory = AgentMemory(population, optimizer, [[2], [0], [1]])
 
     def hold():
         raise HasToHold
 
     link = types.SimpleNamespace(
-        agent=1, seed=[1], is_replacement=is_replacement, report=lambda metrics, batch: None,
-        has_to_hold=lambda: True, hold=hold,
+        agent=agent, seed=[1, agent], is_replacement=is_replacement, hold=hold,
+        report=lambda metrics, batch: batches.append(batch), has_to_hold=lambda: True,
     )  # fmt: skip
-    gradients = torch.zeros(3, gala.flatten(net.parameters()).numel())
     with pytest.raises(HasToHold):
         make_net = functools.partial(gala.Net, spaces[0], sample.num_actions)
-        gala.learn_alone(flags, link, rows | outputs, make_net, shared, mailboxes, gradients, None)
+        gala.learn_alone(flags, link, rows | outputs, make_net, memory, None)
     torch.set_num_threads(threads)
-    names = list(net.state_dict())
-    bias = shared[1][names.index("baseline.bias")].item()
+    memory.load(agent, population.agents[agent], optimizer)
+    return batches[0].rows, population.agents[agent].baseline.bias.item()
+
+
+@pytest.mark.parametrize("is_replacement", [False, True])
+def test_a_replacement_begins_with_the_weights_of_an_in_peer(is_replacement):
+    _, bias = learn_once(1, is_replacement)
     # Those of agent 0 for a replacement of agent 1, else its own.
     assert bias == pytest.approx(1 if is_replacement else 2, abs=1e-3)
+
+
+def test_agents_play_other_games_than_each_other_and_than_those_before(monkeypatch):
+    monkeypatch.setattr(beast.agents, "start_process", lambda process, name: None)
+    monkeypatch.setattr(Agents, "close", lambda self: None)
+    seeds = []
+    context = types.SimpleNamespace(Process=lambda args, **_: seeds.append(args[3].seed))
+    for seed, first_step in ((1, 0), (2, 0), (1, 500)):  # the last one is a run that is resumed
+        flags = parse(f"--num_agents 2 --seed {seed}")
+        Agents(flags, [[], []], context, None, (), False, first_step)
+    assert len({tuple(seed) for seed in seeds}) == len(seeds) == 6
+    one, again, other = (learn_once(agent)[0]["frame"][0] for agent in (0, 0, 1))
+    assert torch.equal(one, again) and not torch.equal(one, other)
 
 
 def arguments_of(folder, env="CartPole-v1"):
@@ -538,6 +586,41 @@ def test_the_program_trains_resumes_evaluates_and_plays(tmp_path):
 
 
 @pytest.mark.whole
+def test_agents_go_on_with_what_each_of_them_had_learned(tmp_path):
+    def states():
+        saved = load(tmp_path / "run" / "model.tar")["optimizer_state_dict"]["state"]
+        return [saved[i]["square_avg"] for i in sorted(saved)]
+
+    arguments = arguments_of(tmp_path) + " --exchange none --total_steps"
+    status, output = run(SCRIPT, arguments, 4000)
+    assert status == 0, output
+    agents, squares = agents_of(tmp_path), states()
+    more = last_step(tmp_path / "run") + 100
+    status, output = run(SCRIPT, arguments, more, "--learning_rate 1e-12")
+    assert status == 0 and "Resuming" in output, output
+    assert last_step(tmp_path / "run") >= more and not equal(agents[0], agents[1])
+    for before, after in zip(agents, agents_of(tmp_path), strict=True):
+        for name, weight in before.items():
+            torch.testing.assert_close(weight, after[name], rtol=0, atol=1e-6)
+    n = len(squares) // 3
+    assert not torch.equal(squares[0], squares[n])
+    for before, after in zip(squares, states(), strict=True):
+        # Each of some updates leaves 0.99 of it, and adds something.
+        assert (after >= 0.8 * before).all() and not torch.equal(before, after)
+
+
+@pytest.mark.whole
+def test_agents_learn(tmp_path):
+    arguments = "--learning_rate 2e-3 --entropy_cost 0 --seed 1 --total_steps 50_000"
+    status, output = run(SCRIPT, arguments_of(tmp_path), arguments)
+    assert status == 0, output
+    # Without learning it is 22. Every agent has played 100 games long before the end.
+    returns = {k: float(v) for k, v in read_rows(tmp_path / "run")[-1].items() if "return_" in k}
+    assert {"return_0", "return_1", "return_2"} <= returns.keys(), returns
+    assert min(returns[f"return_{agent}"] for agent in range(3)) > 60, returns
+
+
+@pytest.mark.whole
 def test_twenty_agents_start(tmp_path):
     """A process can be sent 256 file descriptors: not one for each tensor of each agent."""
     status, output = run(SCRIPT, arguments_of(tmp_path), "--num_agents 20 --total_steps 1000")
@@ -546,10 +629,12 @@ def test_twenty_agents_start(tmp_path):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("exchange", ["gossip", "allreduce"])
-def test_one_agent_learns_alone(tmp_path, exchange):
+@pytest.mark.parametrize(
+    ("env", "exchange"), [("PongNoFrameskip-v4", "gossip"), ("CartPole-v1", "allreduce")]
+)
+def test_one_agent_learns_alone(tmp_path, env, exchange):
     options = f"--num_agents 1 --exchange {exchange} --total_steps 1000"
-    status, output = run(SCRIPT, arguments_of(tmp_path), options)
+    status, output = run(SCRIPT, arguments_of(tmp_path, env), options)
     assert status == 0, output
     assert len(agents_of(tmp_path)) == 1 and last_step(tmp_path / "run") >= 1000
     assert float(read_rows(tmp_path / "run")[-1]["consensus_distance"]) == 0

@@ -2,10 +2,12 @@
 """What a learner counts, and when its threads stop."""
 
 import argparse
+import os
 import threading
 
 import pytest
 import torch
+from deadline import Thread
 from small_run import create_batch, create_learner
 
 import monobeast
@@ -96,6 +98,27 @@ def test_freed_memory_is_kept_by_learners_on_a_cpu_alone(monkeypatch):
         optimizer = torch.optim.SGD(model.parameters())
         Learner(model, optimizer, lambda step: 1, None)
         assert len(calls) == num_calls
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs two cores")
+@pytest.mark.parametrize("are_all", [True, False])
+def test_threads_that_take_all_cores_have_one_each_and_fewer_are_free(are_all):
+    cores = os.sched_getaffinity(0)
+
+    def compute():
+        learner = create()
+        learner.num_threads = len(cores) if are_all else 1
+        torch.set_num_threads(learner.num_threads)  # which starts some that do not compute here
+        before = set(os.listdir("/proc/self/task"))
+        learner.use_threads()
+        assert torch.get_num_threads() == learner.num_threads
+        started = map(int, set(os.listdir("/proc/self/task")) - before)
+        return [os.sched_getaffinity(thread) for thread in (0, *started)]
+
+    affinities = Thread(compute).result()
+    expected = [{core} for core in sorted(cores)] if are_all else [cores]
+    assert sorted(map(sorted, affinities)) == list(map(sorted, expected))
+    assert os.sched_getaffinity(0) == cores
 
 
 @pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: p.__name__)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """PPO against the definitions of its parts, and the program from the command line."""
 
+import contextlib
 import functools
 import math
 import os
 import pathlib
 import signal
+import warnings
 
 import gymnasium as gym
 import numpy as np
@@ -18,7 +20,7 @@ import gala
 import ppo
 from beast import evaluate
 from beast.collect import INPUTS
-from beast.environments import map_nest
+from beast.environments import Environments, map_nest, try_out
 from beast.errors import FlagError
 from beast.metrics import is_finite
 from beast.nets import create_net
@@ -389,6 +391,7 @@ def test_metrics_of_a_rollout_of_one_row_are_finite(column, steps, penalty, cont
         ("--use_gru --num_envs 4 --num_minibatches 5", "a rollout has 4 environments, which"),
         ("--env_backend ale_vector", "--env_backend ale_vector is for mono"),
         ("--kl_target 0.02", "--kl_target 0.02 is for --penalty kl"),
+        ("--penalty kl --policy_clipping 0.3", "--policy_clipping 0.3 is for --penalty clip"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(arguments, message):
@@ -434,6 +437,65 @@ def test_defaults_fit_each_other(arguments, num_minibatches, continuous):
     assert parse(arguments, continuous).num_minibatches == num_minibatches[continuous]
 
 
+@pytest.mark.parametrize("program", [ppo, gala])
+def test_actions_are_drawn_from_the_policy_or_are_its_most_probable_ones(program):
+    space, logits = gym.spaces.Box(-1, 1, (4,)), torch.tensor([0.0, 1.0, -1.0])
+    net = program.Net(space, 3)
+    net.policy.weight.data.zero_()
+    net.policy.bias.data.copy_(logits)
+    rows = {"frame": torch.zeros(100, 200, 4), "done": torch.zeros(100, 200, dtype=torch.bool)}
+    actions = net(rows, ())[0]["action"]
+    frequencies = torch.bincount(actions.flatten(), minlength=3) / actions.numel()
+    torch.testing.assert_close(frequencies, logits.softmax(0), rtol=0, atol=0.02)
+    assert (net.eval()(rows, ())[0]["action"] == 1).all()
+
+
+def test_continuous_actions_have_the_mean_and_deviation_of_the_policy_or_are_its_mean():
+    net = ppo.Net(gym.spaces.Box(-1, 1, (4,)), 2, continuous=True)
+    means, log_std = torch.tensor([0.5, -2.0]), torch.tensor([0.0, -1.0])
+    net.policy.weight.data.zero_()
+    net.policy.bias.data.copy_(means)
+    net.log_std.data.copy_(log_std)
+    rows = {"frame": torch.zeros(100, 200, 4), "done": torch.zeros(100, 200, dtype=torch.bool)}
+    actions = net(rows, ())[0]["action"].flatten(0, 1)
+    torch.testing.assert_close(actions.mean(0), means, rtol=0, atol=0.04)
+    torch.testing.assert_close(actions.std(0), log_std.exp(), rtol=0.03, atol=0)
+    assert (net.eval()(rows, ())[0]["action"] == means).all()
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
+def test_a_group_is_answered_while_the_others_step(num_groups):
+    flags, events = parse("--unroll_length 2 --num_envs 6"), []
+
+    class Group:
+        num_envs, row = 2, {"frame": np.zeros((2, 3)), "done": np.zeros(2, bool)}
+
+        def __init__(self, name):
+            self.name = name
+
+        def initial(self):
+            return self.row
+
+        def send(self, actions):
+            events.append(("send", self.name))
+
+        def receive(self):
+            events.append(("receive", self.name))
+            return self.row
+
+    model = Table().float()
+    model.initial_state = lambda batch_size: ()
+    model.forward = lambda inputs, state: ({"action": torch.zeros(1, 2, dtype=torch.long)}, state)
+    keys = {"frame": torch.zeros(1, 1, 3), "done": torch.zeros(1, 1, dtype=torch.bool)}
+    keys |= {name: torch.zeros(1, 1) for name in ("reward", "last_action")}
+    keys["action"] = torch.zeros(1, 1, dtype=torch.long)
+    next(ppo.collect(flags, model, [Group(i) for i in range(num_groups)], keys))
+    groups = range(num_groups)
+    expected = [("send", i) for i in groups]
+    expected += [(event, i) for i in groups for event in ("receive", "send")]
+    assert events == expected + [("receive", i) for i in groups]
+
+
 def train(folder, env, *arguments):
     where = f"--env {env} --disable_cuda --xpid run --savedir {folder} --seed 3"
     status, output = run(SCRIPT, where, *arguments)
@@ -462,13 +524,14 @@ def test_logs_and_weights_do_not_depend_on_the_number_of_processes(tmp_path):
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("env", "arguments"),
-    [("CartPole-v1", "--penalty kl --use_gru"), ("Pendulum-v1", "--num_groups 2")],
-)
+    [("CartPole-v1", "--penalty kl --use_gru"), ("Pendulum-v1", "--num_groups 2"),
+     ("PongNoFrameskip-v4", "--num_envs 8 --frame_size 42")],
+)  # fmt: skip
 def test_the_program_trains_resumes_evaluates_and_plays(tmp_path, env, arguments):
-    train(tmp_path, env, "--total_steps 6_000", arguments)
+    train(tmp_path, env, "--total_steps", 1000 if "Pong" in env else 6000, arguments)
     folder = tmp_path / "run"
     step, count = last_step(folder), load(folder / "model.tar")["model_state_dict"]
-    again = f"--xpid run --savedir {tmp_path} --total_steps 10_000_000 --eval_interval 5000"
+    again = f"--xpid run --savedir {tmp_path} --total_steps 10_000_000 --eval_interval 1000"
     with Program(SCRIPT, again, "--num_episodes 2") as program:
         program.wait_until(lambda: any(r.get("eval_return_mean") for r in read_rows(folder)))
         os.kill(program.pid, signal.SIGINT)
@@ -484,6 +547,31 @@ def test_the_program_trains_resumes_evaluates_and_plays(tmp_path, env, arguments
         )
     _, output = run(SCRIPT, f"--mode test --num_episodes 2 --xpid run --savedir {tmp_path}")
     assert "greedy" in output and "2 games: mean return" in output
+
+
+@pytest.mark.whole
+def test_it_learns(tmp_path):
+    train(tmp_path, "CartPole-v1", "--total_steps 80_000")
+    # Of the last 100 games; without learning it is 22.
+    assert float(read_rows(tmp_path / "run")[-1]["mean_game_return"]) > 100
+
+
+@pytest.mark.parametrize("program", [ppo, gala])
+@pytest.mark.parametrize(
+    "env", ["PongNoFrameskip-v4", "MinAtar/Breakout-v1", "HalfCheetah-v5", "CartPole-v1"]
+)
+def test_environments_are_made_by_their_names(program, env):
+    pytest.importorskip({"Min": "minatar", "Hal": "mujoco"}.get(env[:3], "gymnasium"))
+    flags = program.parser.parse_args(["--env", env])
+    flags.render_mode = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        environments = Environments(lambda: program.create_env(flags), 3, 1, "three")
+        with contextlib.closing(environments):
+            row = try_out(environments)
+    assert len(row["frame"]) == 3 and row["frame"].any()
+    # MinAtar's are registered once, not for each environment.
+    assert not [warning for warning in caught if "Overriding" in str(warning.message)]
 
 
 @pytest.mark.whole

@@ -60,10 +60,11 @@ def read_weights(weights, model, pipe):
 
 
 @pytest.mark.whole
-def test_weights_that_another_process_reads_are_never_torn():
+@pytest.mark.parametrize("num_slots", [2, 3])  # a learner's, and an agent's mailbox's
+def test_weights_that_another_process_reads_are_never_torn(num_slots):
     model, copy = torch.nn.Linear(120, 120), torch.nn.Linear(120, 120)
     set_weights(model, 0)
-    weights = SharedWeights(model)
+    weights = SharedWeights(model, num_slots)
     context = multiprocessing.get_context("forkserver")
     pipe, far_end = context.Pipe()
     reader = context.Process(target=read_weights, args=(weights, copy, far_end), daemon=True)
