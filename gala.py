@@ -43,7 +43,7 @@ from beast.environments import Environments, try_out
 from beast.errors import FlagError
 from beast.flags import add_run_flags, parse_flags, run_program
 from beast.fork_server import start_fork_server
-from beast.learner import Learner, create_state, get_device, keep_freed_memory
+from beast.learner import Learner, create_state, get_device, keep_freed_memory, raise_squares
 from beast.machine import count_cores
 from beast.metrics import is_finite, to_floats
 from beast.nets import Population, create_net
@@ -343,12 +343,13 @@ def learn_alone(flags, link, sample_rows, make_net, memory, port):
     """
     agent, device = link.agent, get_device(flags)
     torch.set_num_threads(max(1, count_cores() // flags.num_agents))
-    if device.type == "cpu":
-        keep_freed_memory()
     model, message = (make_net().to(device) for _ in range(2))
     seed_generators([*link.seed, 0])
     make_deterministic(flags)
     optimizer = create_optimizer(flags, model)
+    if device.type == "cpu":
+        keep_freed_memory()
+        raise_squares(optimizer)
     memory.load(agent, model, optimizer)
     mailboxes, in_peers = memory.mailboxes, memory.mailboxes.in_peers[agent]
     if link.is_replacement:

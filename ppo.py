@@ -361,7 +361,9 @@ def compute_loss(flags, model, batch, initial_agent_state):
 
 def create_optimizer(flags, model):
     """Return the optimizer, and a function from agent steps to a factor of its learning rate."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=flags.learning_rate, eps=flags.epsilon)
+    optimizer = torch.optim.Adam(
+        model.parameters(), lr=flags.learning_rate, eps=flags.epsilon, fused=True
+    )
     return optimizer, lambda step: 1 - min(step, flags.total_steps) / flags.total_steps
 
 

@@ -2,6 +2,7 @@
 """What a learner counts, and when its threads stop."""
 
 import argparse
+import functools
 import os
 import threading
 
@@ -14,7 +15,7 @@ import monobeast
 import polybeast
 from beast import learner as learner_module
 from beast.errors import FlagError
-from beast.learner import Learner, create_state, get_device
+from beast.learner import Learner, create_state, get_device, raise_squares
 
 
 def create(total_steps=1000):
@@ -88,6 +89,27 @@ def test_learning_is_on_the_cpu_where_cuda_is_disabled_or_missing(monkeypatch):
     for available, disabled, device in ((True, False, "cuda:0"), (True, True, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
         assert get_device(argparse.Namespace(disable_cuda=disabled)) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.RMSprop, torch.optim.Adam, functools.partial(torch.optim.Adam, fused=True)]
+)
+def test_squares_of_gradients_that_stay_at_zero_do_not_vanish_and_weights_stay_the_same(make):
+    found = []
+    for is_raised in (False, True):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(3, 1)
+        optimizer = make(model.parameters(), lr=0.1, eps=1e-8)
+        if is_raised:
+            raise_squares(optimizer)
+        for scale in [1.0] + [0.0] * 3 + [1e-3, 1.0]:
+            model.weight.grad = scale * torch.tensor([[1.0, -2.0, 0.0]])  # the last one is dead
+            model.bias.grad = torch.full((1,), scale)
+            optimizer.step()
+            squares = [s.get("square_avg", s.get("exp_avg_sq")) for s in optimizer.state.values()]
+            assert len(squares) == 2 and (min(x.min() for x in squares) > 1.2e-38) == is_raised
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*found)
 
 
 def test_freed_memory_is_kept_by_learners_on_a_cpu_alone(monkeypatch):
