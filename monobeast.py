@@ -392,7 +392,7 @@ def act(flags, actor, seed, free_buffers, buffers, weights):
 
 def batch_and_learn(flags, learner, actors, buffers, run):
     """Learn from batches until the actors are closed or all steps are made: a learner thread."""
-    learner.use_threads()
+    torch.set_num_threads(learner.num_threads)
     for batch in read_batches(flags, actors, buffers, learner, run):
         with learner.lock:
             if run.stop.is_set():

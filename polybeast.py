@@ -388,7 +388,7 @@ def inference(flags, learner, device, streams, run):
 
 def batch_and_learn(flags, learner, streams, run):
     """Learn from batches until the queue is closed or all steps are made: a learner thread."""
-    learner.use_threads()
+    torch.set_num_threads(learner.num_threads)
     for batch in read_batches(streams.queue, learner.device, run):
         with learner.lock:
             if run.stop.is_set():

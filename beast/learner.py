@@ -88,7 +88,7 @@ class Learner:
 
         In convolutions threads wait for each other without giving up their core. Where another
         program keeps a core busy, Linux would have two of them share one, and a batch take 20 times
-        as long (benchmarks/README.md).
+        as long (benchmarks/README.md). It is for programs whose actors do not play meanwhile.
         """
         torch.set_num_threads(self.num_threads)
         cores, before = sorted(os.sched_getaffinity(0)), os.listdir("/proc/self/task")

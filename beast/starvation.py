@@ -6,6 +6,8 @@ import math
 import threading
 import time
 
+import torch
+
 PATIENCE = 1  # seconds that the others wait for a batch of a rank, until it gives zeros
 PAUSE = 0.1  # seconds between two exchanges in which no rank has a batch
 
@@ -50,7 +52,7 @@ def join_updates(flags, learner, run, learn):
     if group.starvation is None:  # the learner is the only one
         run.stop.wait()
         return
-    learner.use_threads()
+    torch.set_num_threads(learner.num_threads)
     pause = PATIENCE / 20
     while not run.stop.wait(pause):
         pause = PATIENCE / 20
