@@ -495,12 +495,15 @@ def check_flags(flags):
         ("kl_target", "kl", parser.get_default("kl_target")),
         ("policy_clipping", "clip", DEFAULTS["policy_clipping"][flags.continuous]),
     ):
-        value = getattr(flags, name)
-        if flags.penalty != penalty and value != default:
-            raise FlagError(f"--{name} {value} is for --penalty {penalty}: give both, or neither")
+        if flags.penalty != penalty and (value := getattr(flags, name)) != default:
+            raise FlagError(
+                f"--{name} {value} is for --penalty {penalty}, but this is {flags.penalty}: give "
+                f"another --penalty, or --{name} {default}"
+            )
     if flags.num_envs % flags.num_groups:
         raise FlagError(
-            f"--num_envs is {flags.num_envs}, which --num_groups {flags.num_groups} does not divide"
+            f"--num_envs is {flags.num_envs}, which --num_groups {flags.num_groups} does not "
+            "divide: give another number of either"
         )
     n = flags.num_envs // flags.num_groups
     if flags.num_env_processes is None:
@@ -516,7 +519,8 @@ def check_flags(flags):
     if flags.num_minibatches > most:
         what = "environments, which --use_gru leaves whole" if flags.use_gru else "steps"
         raise FlagError(
-            f"--num_minibatches is {flags.num_minibatches}, but a rollout has {most} {what}"
+            f"--num_minibatches is {flags.num_minibatches}, but a rollout has {most} {what}: give "
+            f"at most {most}"
         )
 
 

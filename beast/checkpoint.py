@@ -187,14 +187,17 @@ def _describe_optimizer(name, state):
 
 def _restore_optimizer(optimizer, scheduler, optimizer_state, scheduler_state):
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    optimizer.load_state_dict(optimizer_state)
+    # Before the state is loaded, as it depends on them where it goes, on the CPU or to a GPU.
+    saved = optimizer_state["param_groups"]
+    groups = [group | new for group, new in zip(saved, settings, strict=True)]
+    optimizer.load_state_dict(optimizer_state | {"param_groups": groups})
     base_lrs = scheduler.base_lrs
     scheduler.load_state_dict(scheduler_state)
     scheduler.base_lrs = base_lrs
-    for group, new, base_lr, schedule in zip(
-        optimizer.param_groups, settings, base_lrs, scheduler.lr_lambdas, strict=True
+    for group, base_lr, schedule in zip(
+        optimizer.param_groups, base_lrs, scheduler.lr_lambdas, strict=True
     ):
-        group.update(new, lr=base_lr * schedule(scheduler.last_epoch))
+        group["lr"] = base_lr * schedule(scheduler.last_epoch)
 
 
 class Writer:

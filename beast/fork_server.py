@@ -39,14 +39,20 @@ def start_process(process, name):
     Raises:
       EnvError: the fork server has died, or could not fork.
     """
+    own_cores = os.sched_getaffinity(0)
     try:
-        with signals_blocked():  # for a fork server that has to be started anew
+        # For a fork server that has to be started anew: it inherits signals that are blocked, and
+        # the cores of this thread, which may be one (Learner.use_threads).
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))  # those of the main thread
+        with signals_blocked():
             process.start()
     except (EOFError, OSError, ValueError) as error:  # the latter: of too many files to send
         raise EnvError(
             f"{name} cannot be started ({error!r}): look for an error above, for free memory, and "
             "at the limits of processes and files (ulimit -u, -n)"
         ) from error
+    finally:
+        os.sched_setaffinity(0, own_cores)
 
 
 def kill_fork_server():

@@ -14,6 +14,8 @@ from beast import learner_group
 from beast.environments import map_nest
 from beast.errors import FlagError
 
+SMALLEST_SQUARE = 1e-36  # that raise_squares leaves
+
 
 class Batch(NamedTuple):
     """Rollouts to learn from, and what is logged of them."""
@@ -84,19 +86,21 @@ class Learner:
             self.stats[name] = (self.stats[name] + returns)[-100:]
 
     def use_threads(self):
-        """Have PyTorch compute with num_threads in this thread, each on a core where it has all.
+        """Have PyTorch compute with num_threads in this thread; pin two to two cores, one to each.
 
         In convolutions threads wait for each other without giving up their core. Where another
-        program keeps a core busy, Linux would have two of them share one, and a batch take 20 times
-        as long (benchmarks/README.md). It is for programs whose actors do not play meanwhile.
+        program keeps a core busy, Linux has both share the other one, and a batch takes 20 times as
+        long (benchmarks/README.md). It is for programs whose actors do not play meanwhile.
         """
         torch.set_num_threads(self.num_threads)
         cores, before = sorted(os.sched_getaffinity(0)), os.listdir("/proc/self/task")
-        if self.device.type != "cpu" or not 1 < len(cores) == self.num_threads:
+        # More than two are not pinned: libgomp ends and starts some of them between layers, and
+        # those would inherit the core of this one.
+        if self.device.type != "cpu" or not len(cores) == self.num_threads == 2:
             return
-        torch.ones(2**20).sum()  # starts the threads
+        torch.ones(2**20).sum()  # starts the other one
         started = [0, *map(int, set(os.listdir("/proc/self/task")).difference(before))]
-        if len(started) == len(cores):  # else others were started meanwhile
+        if len(started) == 2:  # else others were started meanwhile
             for thread, core in zip(started, cores, strict=True):
                 os.sched_setaffinity(thread, {core})
 
@@ -140,7 +144,7 @@ def create_state(optimizer):
     for state in optimizer.state.values():
         for name, tensor in state.items():
             if torch.is_tensor(tensor):
-                begins_otherwise |= name != "step" and bool(tensor.any())
+                begins_otherwise |= name != "step" and bool((tensor.abs() > SMALLEST_SQUARE).any())
                 tensor.zero_()
     if begins_otherwise:
         raise FlagError(
@@ -156,17 +160,17 @@ def get_device(flags):
 
 
 def raise_squares(optimizer):
-    """Have the means of squares of RMSProp or Adam be 1e-36 at least, as roots of less are slow.
+    """Keep the means of squares of RMSProp or Adam at 1e-36 or more, as roots of less are slow.
 
-    Those of a unit that is dead decay to less than 1e-38, with which a step takes up to 7 times as
-    long (benchmarks/README.md). No weight changes by it, since any epsilon is far larger.
+    Those of a dead unit decay to less than 1e-38, with which a step takes up to 7 times as long
+    (benchmarks/README.md). This changes no weight, since any epsilon is far larger.
     """
 
     def raise_them(optimizer, *_):
         for state in optimizer.state.values():
             for name in ("square_avg", "exp_avg_sq"):
                 if name in state:
-                    state[name].clamp_(min=1e-36)
+                    state[name].clamp_(min=SMALLEST_SQUARE)
 
     optimizer.register_step_post_hook(raise_them)
 

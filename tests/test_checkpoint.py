@@ -48,6 +48,17 @@ def test_the_optimizer_flags_of_the_call_hold_after_resuming(tmp_path):
     checkpoint.resume(flags, learner)
     (group,) = learner.optimizer.param_groups
     assert group["lr"] == pytest.approx(0.25 * 0.9)
+    # They hold before the state is loaded, too: a fused optimizer has its steps on the GPU.
+    learner, groups = create_learner(flags), []
+    learner.optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: groups.extend(state["param_groups"])
+    )
+    learner.optimizer.param_groups[0]["centered"] = True
+    checkpoint.resume(flags, learner)
+    assert groups[0]["centered"] and groups[0]["params"] == [0, 1]
+    (group,) = learner.optimizer.param_groups
+    assert group["centered"] and group["lr"] == pytest.approx(0.25 * 0.9)
+    group["centered"] = False
     update(learner)
     assert group["lr"] == pytest.approx(0.25 * 0.85)
 

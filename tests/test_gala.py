@@ -596,7 +596,8 @@ def test_agents_go_on_with_what_each_of_them_had_learned(tmp_path):
     assert status == 0, output
     agents, squares = agents_of(tmp_path), states()
     more = last_step(tmp_path / "run") + 100
-    status, output = run(SCRIPT, arguments, more, "--learning_rate 1e-12")
+    # In step, so that no agent makes more updates than others: two to come to `more`, two ahead.
+    status, output = run(SCRIPT, arguments, more, "--learning_rate 1e-12 --deterministic")
     assert status == 0 and "Resuming" in output, output
     assert last_step(tmp_path / "run") >= more and not equal(agents[0], agents[1])
     for before, after in zip(agents, agents_of(tmp_path), strict=True):
@@ -605,8 +606,8 @@ def test_agents_go_on_with_what_each_of_them_had_learned(tmp_path):
     n = len(squares) // 3
     assert not torch.equal(squares[0], squares[n])
     for before, after in zip(squares, states(), strict=True):
-        # Each of some updates leaves 0.99 of it, and adds something.
-        assert (after >= 0.8 * before).all() and not torch.equal(before, after)
+        # Each of these updates leaves 0.99 of it, and adds something.
+        assert (after >= 0.9 * before).all() and not torch.equal(before, after)
 
 
 @pytest.mark.whole

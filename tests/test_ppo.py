@@ -390,8 +390,11 @@ def test_metrics_of_a_rollout_of_one_row_are_finite(column, steps, penalty, cont
         ("--num_envs 2 --unroll_length 3 --num_minibatches 7", "is 7, but a rollout has 6 steps"),
         ("--use_gru --num_envs 4 --num_minibatches 5", "a rollout has 4 environments, which"),
         ("--env_backend ale_vector", "--env_backend ale_vector is for mono"),
-        ("--kl_target 0.02", "--kl_target 0.02 is for --penalty kl"),
-        ("--penalty kl --policy_clipping 0.3", "--policy_clipping 0.3 is for --penalty clip"),
+        ("--kl_target 0.02", "--kl_target 0.02 is for --penalty kl, but this is clip"),
+        (
+            "--penalty kl --policy_clipping 0.3",
+            "is for --penalty clip, but this is kl: give another --penalty, or --policy_clip",
+        ),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(arguments, message):
