@@ -434,12 +434,13 @@ def learn(flags, model, rows, agent_states, optimizer):
     """
     batch, results = compute_targets(flags, model, rows, agent_states[1]), []
     mask, steps = batch["mask"], {"steps": float(batch["mask"].sum())}
+    parameters = list(model.parameters())
     for _ in range(flags.num_epochs):
         for minibatch, agent_state in make_minibatches(flags, batch, agent_states[0]):
             total_loss, metrics = compute_loss(flags, model, minibatch, agent_state)
             optimizer.zero_grad()
             total_loss.backward()
-            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
+            grad_norm = nn.utils.clip_grad_norm_(parameters, flags.grad_norm_clipping)
             metrics["grad_norm"] = grad_norm
             metrics["clipped_updates"] = grad_norm > flags.grad_norm_clipping
             results.append(to_floats(metrics))

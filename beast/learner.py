@@ -167,10 +167,10 @@ def raise_squares(optimizer):
     """
 
     def raise_them(optimizer, *_):
-        for state in optimizer.state.values():
-            for name in ("square_avg", "exp_avg_sq"):
-                if name in state:
-                    state[name].clamp_(min=SMALLEST_SQUARE)
+        names = "square_avg", "exp_avg_sq"
+        squares = [s[name] for s in optimizer.state.values() for name in names if name in s]
+        if squares:
+            torch._foreach_clamp_min_(squares, SMALLEST_SQUARE)
 
     optimizer.register_step_post_hook(raise_them)
 

@@ -33,14 +33,15 @@ def to_floats(metrics):
     # In one go, since on a GPU each of them alone would be waited for.
     devices = {value.device for value in values if value.device.type != "cpu"}
     device = devices.pop() if devices else torch.device("cpu")
-    numbers = torch.cat([value.flatten().to(device) for value in values]).cpu()
-    parts = numbers.split([value.numel() for value in values])
+    numbers = torch.cat([value.flatten().to(device) for value in values]).tolist()
     floats = {}
-    for name, value, part in zip(metrics, values, parts, strict=True):
+    for name, value in zip(metrics, values, strict=True):
+        own, numbers = numbers[: value.numel()], numbers[value.numel() :]
         if name == "moments":
-            floats |= diagnostics.from_moments(part.view(-1, value.shape[-1]).tolist())
+            n = value.shape[-1]
+            floats |= diagnostics.from_moments([own[i : i + n] for i in range(0, len(own), n)])
         else:
-            floats[name] = part.item()
+            (floats[name],) = own
     return floats
 
 
