@@ -45,6 +45,14 @@ def to_floats(metrics):
     return floats
 
 
+def mean_floats(dicts):
+    """Return the mean of each metric over dicts that all have it, as `to_floats` takes them."""
+    columns = {name: [torch.as_tensor(metrics[name]) for metrics in dicts] for name in dicts[0]}
+    return to_floats(
+        {name: torch.stack(values).double().mean() for name, values in columns.items()}
+    )
+
+
 def is_finite(metrics):
     """Return whether all metrics, floats by name, are finite."""
     return all(map(math.isfinite, metrics.values()))

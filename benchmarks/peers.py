@@ -60,7 +60,7 @@ class Peer(typing.NamedTuple):
 
 
 DIFFERENCES = ["algorithm", "steps an update", "epochs", "environments", "processes", "besides"]
-SB3 = "torch==2.13.0 stable-baselines3[extra]==2.9.2 ale-py==0.12.1"
+SB3 = "torch==2.13.0 stable-baselines3[extra]==2.9.2 ale-py==0.12.1 gymnasium[mujoco]"
 PEERS = {
     "sample_factory": Peer(
         "torch==2.13.0 sample-factory==2.1.1 ale-py==0.10.1",
@@ -124,12 +124,12 @@ PEERS = {
         ),
     ),
     "sb3-ppo-cheetah": Peer(
-        f"{SB3} gymnasium[mujoco]",
+        SB3,
         "sb3.py ppo=1 cheetah=1 envs=8 processes=0 rollout=256 epochs=10 minibatch=64",
         (*("PPO, in turns", "2048, in 32 minibatches", 10, 8), "one", NORMALIZED),
     ),
     "sb3-ppo-cheetah-processes": Peer(
-        f"{SB3} gymnasium[mujoco]",
+        SB3,
         "sb3.py ppo=1 cheetah=1 envs=8 processes=1 rollout=256 epochs=10 minibatch=64",
         (
             *("PPO, in turns", "2048, in 32 minibatches", 10, 8),
