@@ -36,7 +36,7 @@ import atari_wrappers
 import vtrace
 from beast import atari_games, diagnostics, evaluate
 from beast.collect import INPUTS, collect
-from beast.environment_groups import EnvironmentGroups
+from beast.environment_groups import EnvironmentGroups, check_groups
 from beast.environments import Environments, map_nest, try_out
 from beast.errors import FlagError
 from beast.flags import add_run_flags, parse_flags, run_program
@@ -502,20 +502,7 @@ def check_flags(flags):
                 f"--{name} {value} is for --penalty {penalty}, but this is {flags.penalty}: give "
                 f"another --penalty, or --{name} {default}"
             )
-    if flags.num_envs % flags.num_groups:
-        raise FlagError(
-            f"--num_envs is {flags.num_envs}, which --num_groups {flags.num_groups} does not "
-            "divide: give another number of either"
-        )
-    n = flags.num_envs // flags.num_groups
-    if flags.num_env_processes is None:
-        flags.num_env_processes = min(count_cores(), n)
-        flags.chosen = [*flags.chosen, "num_env_processes"]
-    if flags.num_env_processes > n:
-        raise FlagError(
-            f"--num_env_processes is {flags.num_env_processes}, but a group has {n} environments "
-            f"(--num_envs {flags.num_envs} / --num_groups {flags.num_groups}): give at most {n}"
-        )
+    check_groups(flags)
     most = flags.num_envs * (1 if flags.use_gru else flags.unroll_length)
     flags.num_minibatches = num_minibatches or min(flags.num_minibatches, most)
     if flags.num_minibatches > most:

@@ -5,7 +5,27 @@ import contextlib
 
 import numpy as np
 
+from beast.errors import FlagError
+from beast.machine import count_cores
 from beast.parallel_environments import ParallelEnvironments
+
+
+def check_groups(flags):
+    """Refuse groups or processes that environments cannot be dealt to; fill in the latter."""
+    if flags.num_envs % flags.num_groups:
+        raise FlagError(
+            f"--num_envs is {flags.num_envs}, which --num_groups {flags.num_groups} does not "
+            "divide: give another number of either"
+        )
+    n = flags.num_envs // flags.num_groups
+    if flags.num_env_processes is None:
+        flags.num_env_processes = min(count_cores(), n)
+        flags.chosen = [*flags.chosen, "num_env_processes"]
+    if flags.num_env_processes > n:
+        raise FlagError(
+            f"--num_env_processes is {flags.num_env_processes}, but a group has {n} environments "
+            f"(--num_envs {flags.num_envs} / --num_groups {flags.num_groups}): give at most {n}"
+        )
 
 
 class EnvironmentGroups:

@@ -39,20 +39,31 @@ def start_process(process, name):
     Raises:
       EnvError: the fork server has died, or could not fork.
     """
-    own_cores = os.sched_getaffinity(0)
     try:
-        # For a fork server that has to be started anew: it inherits signals that are blocked, and
-        # the cores of this thread, which may be one (Learner.use_threads).
-        os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))  # those of the main thread
-        with signals_blocked():
+        # For a fork server that has to be started anew: it inherits both.
+        with signals_blocked(), all_cores():
             process.start()
     except (EOFError, OSError, ValueError) as error:  # the latter: of too many files to send
         raise EnvError(
             f"{name} cannot be started ({error!r}): look for an error above, for free memory, and "
             "at the limits of processes and files (ulimit -u, -n)"
         ) from error
+
+
+@contextlib.contextmanager
+def all_cores():
+    """Let this thread, which may be pinned (Learner.use_threads), have those of the main thread."""
+    own, cores = os.sched_getaffinity(0), os.sched_getaffinity(os.getpid())
+    if own == cores:
+        yield
+        return
+    with contextlib.suppress(OSError):  # the cores have changed meanwhile
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
     finally:
-        os.sched_setaffinity(0, own_cores)
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, own)
 
 
 def kill_fork_server():

@@ -101,8 +101,9 @@ class Learner:
         torch.ones(2**20).sum()  # starts the other one
         started = [0, *map(int, set(os.listdir("/proc/self/task")).difference(before))]
         if len(started) == 2:  # else others were started meanwhile
-            for thread, core in zip(started, cores, strict=True):
-                os.sched_setaffinity(thread, {core})
+            with contextlib.suppress(OSError):  # a sandbox may forbid it
+                for thread, core in zip(started, cores, strict=True):
+                    os.sched_setaffinity(thread, {core})
 
     def state(self):
         """Return all that a learner of the same policy needs: tensors and plain values."""

@@ -47,10 +47,12 @@ def to_floats(metrics):
 
 def mean_floats(dicts):
     """Return the mean of each metric over dicts that all have it, as `to_floats` takes them."""
-    columns = {name: [torch.as_tensor(metrics[name]) for metrics in dicts] for name in dicts[0]}
-    return to_floats(
-        {name: torch.stack(values).double().mean() for name, values in columns.items()}
-    )
+    to_floats(dicts[0])  # refuses what is not one number
+    means = {}
+    for name in dicts[0]:
+        values = [torch.as_tensor(metrics[name]).reshape(()) for metrics in dicts]
+        means[name] = torch.stack(values).double().mean()
+    return to_floats(means)
 
 
 def is_finite(metrics):

@@ -15,6 +15,7 @@ import monobeast
 import polybeast
 from beast import learner as learner_module
 from beast.errors import FlagError
+from beast.fork_server import all_cores
 from beast.learner import Learner, create_state, get_device, raise_squares
 
 
@@ -137,6 +138,14 @@ def test_threads_that_take_all_cores_have_one_each_and_fewer_are_free(are_all):
         started = map(int, set(os.listdir("/proc/self/task")) - before)
         return [os.sched_getaffinity(thread) for thread in (0, *started)]
 
+    def has_all_cores_for_a_while():
+        compute()
+        own = os.sched_getaffinity(0)
+        with all_cores():
+            meanwhile = os.sched_getaffinity(0)
+        return meanwhile == cores and os.sched_getaffinity(0) == own
+
+    assert Thread(has_all_cores_for_a_while).result()
     affinities = Thread(compute).result()
     expected = [{core} for core in sorted(cores)] if are_all else [cores]
     assert sorted(map(sorted, affinities)) == list(map(sorted, expected))

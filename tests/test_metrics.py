@@ -32,6 +32,13 @@ def test_a_metric_that_is_not_one_number_is_refused_by_name(value):
     what = r"has shape \[.*\]" if isinstance(value, torch.Tensor | list) else "is a .*"
     with pytest.raises(ValueError, match=rf"the metric 'norms' {what}, but .* one number"):
         metrics.to_floats({"loss": torch.tensor(1.0), "norms": value})
+    with pytest.raises(ValueError, match=rf"the metric 'norms' {what}, but .* one number"):
+        metrics.mean_floats([{"loss": torch.tensor(1.0), "norms": value}] * 2)
+
+
+def test_means_of_metrics_are_floats():
+    dicts = [{"a": torch.tensor(True), "b": 1.0}, {"a": torch.tensor(False), "b": torch.ones(1)}]
+    assert metrics.mean_floats(dicts) == {"a": 0.5, "b": 1.0}
 
 
 def test_metrics_are_finite_if_all_of_them_are():
