@@ -82,8 +82,9 @@ exchange.add_argument("--exchange", default="gossip", choices=["gossip", "allred
 exchange.add_argument("--topology", default="ring", choices=["ring", "complete", "exponential"],
                       help="From whom an agent gets weights: the one before it; all; or those 1, "
                       "2, 4, ... before it.")
-exchange.add_argument("--max_staleness", type=positive(int), help="Wait for new weights of all "
-                      "in-peers after so many updates in a row without them. By default, never.")
+exchange.add_argument("--max_staleness", default=0, type=non_negative(int), help="Wait for new "
+                      "weights of all in-peers after so many updates in a row without them; "
+                      "0: never.")
 exchange.add_argument("--message_delay", default=0, type=int, choices=[0, 1],
                       help="With --deterministic: the age of what is mixed, in updates.")
 
@@ -103,7 +104,7 @@ rmsprop.add_argument("--alpha", default=0.99, type=fraction, help="Decay of the 
 rmsprop.add_argument("--epsilon", default=1e-5, type=positive(float),
                      help="Added to that mean's root.")
 rmsprop.add_argument("--grad_norm_clipping", default=0.5, type=positive(float),
-                     help="Largest norm of the gradient of the loss, a mean over the rollouts.")
+                     help="Largest norm of the gradient of the loss, a mean over transitions.")
 
 atari_wrappers.add_flags(parser)
 # fmt: on
@@ -190,9 +191,8 @@ class Net(nn.Module):
         self.trunk, size = image_trunk(shape) if self.is_image else (vector_trunk(shape[0]), 64)
         self.baseline_trunk = None if self.is_image else vector_trunk(shape[0])
         self.policy, self.baseline = nn.Linear(size, num_actions), nn.Linear(size, 1)
-        for layer, gain in ((self.policy, 0.01), (self.baseline, 1.0)):
-            nn.init.orthogonal_(layer.weight, gain)
-            nn.init.zeros_(layer.bias)
+        initialize([self.policy], 0.01)
+        initialize([self.baseline], 1.0)
         self.to(memory_format=torch.channels_last)
 
     def initial_state(self, batch_size):
@@ -226,6 +226,11 @@ class Net(nn.Module):
             "baseline": baseline.view(T, N),
             "action": action.argmax(dim=1).view(T, N),
         }, agent_state
+
+
+def net_arguments(flags):
+    """Return the keyword arguments of Net's constructor: none, unless a fork adds some."""
+    return {}
 
 
 def compute_loss(flags, model, batch, initial_agent_state):
@@ -278,32 +283,6 @@ def create_optimizer(flags, model):
     return optimizer
 
 
-def learn(flags, model, batch, initial_agent_state, optimizer, own_gradient=None):
-    """Take one step of the optimizer, if all numbers are finite; return metrics as floats.
-
-    Args:
-      batch: rollouts, [T + 1, N, ...] each.
-      own_gradient: [parameters], where this agent's own gradient is stored, before averaging.
-    """
-    optimizer.zero_grad()
-    total_loss, metrics = compute_loss(flags, model, batch, initial_agent_state)
-    total_loss.backward()
-    if own_gradient is not None:
-        own_gradient.copy_(gradient_of(model))
-    if not is_finite(to_floats(metrics)):  # then no agent takes this step
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, torch.nan)
-    if flags.exchange == "allreduce":
-        average_gradients(model)
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
-    metrics["grad_norm"] = grad_norm
-    before = flatten(model.parameters())
-    if torch.isfinite(grad_norm):  # of all agents alike with --exchange allreduce
-        optimizer.step()
-    metrics["update_norm"] = (flatten(model.parameters()) - before).norm()
-    return to_floats(metrics)
-
-
 def gradient_of(model):
     """Return the gradient, [parameters], with zeros for parameters that have none."""
     return flatten(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
@@ -320,6 +299,33 @@ def average_gradients(model):
             parameter.grad.copy_(part.view_as(parameter))
 
 
+def learn(flags, model, batch, initial_agent_state, optimizer, own_gradient=None):
+    """Take one step of the optimizer, if all numbers are finite; return metrics as floats.
+
+    Args:
+      batch: rollouts, [T + 1, N, ...] each.
+      own_gradient: [parameters], where this agent's own gradient is stored, before averaging.
+    """
+    optimizer.zero_grad()
+    total_loss, metrics = compute_loss(flags, model, batch, initial_agent_state)
+    total_loss.backward()
+    if own_gradient is not None:
+        own_gradient.copy_(gradient_of(model))
+    if not is_finite(to_floats(metrics)):  # then this agent takes no step
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, torch.nan)
+    if flags.exchange == "allreduce":
+        average_gradients(model)  # so that with this one no agent takes it
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
+    metrics["grad_norm"] = grad_norm
+    before = [p.detach().clone() for p in model.parameters()]
+    if torch.isfinite(grad_norm):  # of all agents alike with --exchange allreduce
+        optimizer.step()
+    moved = [p.detach() - x for p, x in zip(model.parameters(), before, strict=True)]
+    metrics["update_norm"] = nn.utils.get_total_norm(moved)
+    return to_floats(metrics)
+
+
 def find_in_peers(topology, agent, num_agents):
     """Return the agents whose weights an agent averages with its own."""
     if topology == "ring":
@@ -329,6 +335,28 @@ def find_in_peers(topology, agent, num_agents):
     else:
         distances = [2**k for k in range(num_agents.bit_length()) if 2**k < num_agents]
     return sorted({(agent - d) % num_agents for d in distances} - {agent})
+
+
+def gossip(flags, link, mailboxes, model, message, misses):
+    """Average with the in-peers' weights, if all have sent new ones; return `misses` after that.
+
+    Args:
+      message: a net, which is overwritten.
+      misses: for how many updates in a row weights of an in-peer were missing.
+    """
+    agent = link.agent
+    if flags.deterministic:
+        version = mailboxes.weights[agent].version
+        link.wait_until(lambda: all(w.version >= version for w in mailboxes.weights))
+        mailboxes.mix(agent, model, message, version - flags.message_delay)
+        return 0
+    if not mailboxes.has_news(agent):
+        if not flags.max_staleness or misses + 1 < flags.max_staleness:
+            return misses + 1
+        if not link.wait_until(lambda: mailboxes.has_news(agent)):
+            return misses + 1
+    mailboxes.mix(agent, model, message)
+    return 0
 
 
 def learn_alone(flags, link, sample_rows, make_net, memory, port):
@@ -375,30 +403,8 @@ def learn_alone(flags, link, sample_rows, make_net, memory, port):
                 link.hold()
 
 
-def gossip(flags, link, mailboxes, model, message, misses):
-    """Average with the in-peers' weights, if all have sent new ones; return `misses` after that.
-
-    Args:
-      message: a net, which is overwritten.
-      misses: for how many updates in a row weights of an in-peer were missing.
-    """
-    agent = link.agent
-    if flags.deterministic:
-        version = mailboxes.weights[agent].version
-        link.wait_until(lambda: all(w.version >= version for w in mailboxes.weights))
-        mailboxes.mix(agent, model, message, version - flags.message_delay)
-        return 0
-    if not mailboxes.has_news(agent):
-        if flags.max_staleness is None or misses + 1 < flags.max_staleness:
-            return misses + 1
-        if not link.wait_until(lambda: mailboxes.has_news(agent)):
-            return misses + 1
-    mailboxes.mix(agent, model, message)
-    return 0
-
-
 def count_updates(learner, agents, consensus, run):
-    """Record the updates of all agents, until they are held for good: a thread."""
+    """Record the updates of all agents, until they stop at the end: a thread."""
     with contextlib.closing(agents.updates()) as updates:
         for agent, metrics, batch in updates:
             run.watchdog.beat("counts updates")
@@ -422,9 +428,12 @@ def check_flags(flags):
         ("max_staleness", ("--exchange gossip",)),
         ("message_delay", ("--exchange gossip --deterministic",)),
     ):
-        value = getattr(flags, name)
-        if value != parser.get_default(name) and how not in ways:
-            raise FlagError(f"--{name} is {value}, which is for {' or '.join(ways)}, not for {how}")
+        value, default = getattr(flags, name), parser.get_default(name)
+        if value not in (default, None) and how not in ways:
+            raise FlagError(
+                f"--{name} is {value}, which is for {' or '.join(ways)}, not for {how}: give "
+                f"another --exchange, or --{name} {default}"
+            )
     if flags.agent is not None and flags.mode == "train":
         raise FlagError(f"--agent {flags.agent} is for --mode test: all agents train")
     if flags.agent is not None and flags.agent >= flags.num_agents:
@@ -447,9 +456,9 @@ def train(flags):
         )
     # The optimizers that step are those of the agents.
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
-    net, (rows, outputs, _) = create_net(Net, *spaces)
+    net, (rows, outputs, _) = create_net(Net, *spaces, **net_arguments(flags))
     choose_precision(flags, net, [get_device(flags)])
-    make_net = functools.partial(Net, spaces[0], sample.num_actions)
+    make_net = functools.partial(Net, spaces[0], sample.num_actions, **net_arguments(flags))
     population = Population(net, flags.num_agents)
     optimizer = create_optimizer(flags, population)
     learner = Learner(population, optimizer, lambda step: 1.0, Version())
@@ -486,7 +495,7 @@ def main(argv=None):
     check_flags(flags)
 
     def create_population(observation_space, num_actions):
-        net = Net(observation_space, num_actions)
+        net = Net(observation_space, num_actions, **net_arguments(flags))
         return Population(net, flags.num_agents, flags.agent)
 
     evaluate.test(flags, create_env, create_population)

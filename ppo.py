@@ -54,7 +54,7 @@ from beast.threads import Threads
 from beast.weights import Version
 from libtorchbeast.rows import draw_seeds
 
-# What flags are by default: where actions are Discrete, much as in rlpyt (Stooke and Abbeel 2019);
+# The defaults of flags: where actions are Discrete, much as in rlpyt (Stooke and Abbeel 2019);
 # where they are continuous, as in the PPO paper's Table 3, with several environments.
 DEFAULTS = {
     "total_steps": (5_000_000, 1_000_000),
@@ -96,7 +96,7 @@ training.add_argument("--num_epochs", type=positive(int),
 training.add_argument("--num_minibatches", type=positive(int), help="Optimizer steps in an epoch. "
                       f"{default_of('num_minibatches')} With --use_gru at most --num_envs.")
 training.add_argument("--deterministic", action="store_true",
-                      help="Use deterministic algorithms alone, and log by updates, so that runs "
+                      help="Use only deterministic algorithms, and log by updates, so that runs "
                       "with one --seed on one machine are the same.")
 training.add_argument("--use_gru", action="store_true", help="Use a GRU before the last layers.")
 
@@ -119,7 +119,8 @@ loss.add_argument("--reward_scaling", choices=["clip", "std", "none"], help="Cli
                   "[-1, 1]; or divide them by the standard deviation of discounted returns so far, "
                   f"and clip that to [-10, 10]. {default_of('reward_scaling')}")
 loss.add_argument("--advantage_scaling", default="batch", choices=["batch", "none"],
-                  help="Have the advantages of a rollout mean 0 and standard deviation 1.")
+                  help="batch: give all advantages of an update mean 0 and standard deviation 1; "
+                  "none: leave them as they are.")
 
 adam = parser.add_argument_group("optimizer (Adam)")
 adam.add_argument("--learning_rate", type=positive(float), help="Learning rate at the start; falls "
@@ -203,28 +204,29 @@ def scale_image(x):
 def flatten(frame):
     """Return a nest of [N, ...] as floats [N, inputs]."""
     parts = []
-    map_nest(lambda x: parts.append(x.flatten(1).float()), frame)
+    map_nest(lambda x: parts.append(x.reshape(len(x), -1).float()), frame)
     return torch.cat(parts, dim=1)
 
 
 class Net(nn.Module):
-    """Policy and baseline: convolutions for images, two perceptrons for anything else.
+    """Policy and baseline: convolutions for images, else a perceptron each, or a GRU on one.
 
     Args:
       observation_space: a Box, or a nest of Boxes; one of three dimensions and of bytes or bools is
         an image.
       num_actions: of a Discrete action space; with `continuous` the parts of a Box.
+      use_gru: whether a GRU follows, which policy and baseline share.
     """
 
     def __init__(self, observation_space, num_actions, continuous=False, use_gru=False):
         super().__init__()
-        self.num_actions, self.continuous = num_actions, continuous
+        self.continuous = continuous
         shape = observation_space.shape
         self.is_image = len(shape or ()) == 3 and observation_space.dtype.kind in "bu"
         self.knows_bf16 = self.is_image  # its last layers stay in float32
         if self.is_image:
             self.trunk, size = image_trunk(shape)
-            self.baseline_trunk = None  # the same
+            self.baseline_trunk = None  # trunk serves both
         else:
             num_inputs = gym.spaces.flatdim(observation_space)
             self.normalizer = Normalizer(num_inputs)
@@ -309,7 +311,7 @@ def distribution(policy_logits, continuous):
 
 
 def compute_policy_loss(flags, log_rhos, advantages, kl, kl_penalty, mask):
-    """Return the loss that --penalty says, a mean over the mask.
+    """Return the policy loss of --penalty, a mean over the transitions in the mask.
 
     Args:
       log_rhos: [T, N], log(target policy / behavior policy) of the actions taken.
@@ -394,7 +396,7 @@ def compute_targets(flags, model, rows, last_agent_state):
         lambda_=flags.gae_lambda,
     )
     advantages = targets.vs - values
-    if flags.advantage_scaling == "batch":
+    if flags.advantage_scaling == "batch" and mask.any():
         std, mean = torch.std_mean(advantages[mask], correction=0)
         advantages = torch.where(mask, (advantages - mean) / (std + 1e-8), 0)
     return {
@@ -424,10 +426,22 @@ def make_minibatches(flags, batch, agent_state):
         yield map_nest(lambda x, part=part: x[:, part], shuffled)
 
 
+@torch.no_grad()
+def adapt_penalty(flags, model, batch, agent_state):
+    """Move the weight of the penalty so that the KL of an update stays near its target."""
+    kl = compute_loss(flags, model, batch, agent_state)[1]["behavior_target_kl"]
+    if kl > 1.3 * flags.kl_target:
+        model.kl_penalty *= 1.5
+    elif kl < 0.7 * flags.kl_target:
+        model.kl_penalty /= 1.5
+    model.kl_penalty.clamp_(1e-6, 1e6)  # infinity, times a KL of 0, would be no number
+    return model.kl_penalty.item()
+
+
 def learn(flags, model, rows, agent_states, optimizer):
     """Learn from rollouts in epochs of minibatches; return metrics as floats.
 
-    It stops where a loss or gradient is not finite; minibatches before that one stay learned.
+    It stops at the first loss or gradient that is not finite; the steps before that one stay.
 
     Args:
       agent_states: recurrent states before the first row, and before the last one.
@@ -462,19 +476,8 @@ def learn(flags, model, rows, agent_states, optimizer):
     return metrics
 
 
-@torch.no_grad()
-def adapt_penalty(flags, model, batch, agent_state):
-    """Move the weight of the penalty so that the KL of an update stays near its target."""
-    kl = compute_loss(flags, model, batch, agent_state)[1]["behavior_target_kl"]
-    if kl > 1.3 * flags.kl_target:
-        model.kl_penalty *= 1.5
-    elif kl < 0.7 * flags.kl_target:
-        model.kl_penalty /= 1.5
-    return model.kl_penalty.item()
-
-
 def play_and_learn(flags, learner, groups, sample_rows, run):
-    """Play and learn by turns, until the groups are woken or all steps are made: a thread."""
+    """Play and learn by turns, until all steps are made or the groups are woken: a thread."""
     learner.use_threads()
     for batch in run.follow(collect(flags, learner.model, groups, sample_rows)):
         with learner.lock:

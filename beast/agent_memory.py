@@ -54,5 +54,5 @@ class AgentMemory:
         torch._foreach_copy_(self._states[agent], state_of(net, optimizer))
 
     def load(self, agent, net, optimizer):
-        """Read what an agent has saved last, at first what it begins with."""
+        """Read what an agent has saved last, or what it began with."""
         torch._foreach_copy_(state_of(net, optimizer), self._states[agent])

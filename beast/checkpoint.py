@@ -233,7 +233,7 @@ class Writer:
         """Write what the learner is now; its lock is held while that is copied, not written.
 
         With several `skipped_in_a_row` nothing is written, since the model may have diverged,
-        though no skipped update has changed it.
+        though no skipped update has changed it (in ppo.py only by its finite minibatches).
         """
         if self._flags.disable_checkpoint:
             return

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts of environments that the learner's own thread answers: no actors, no lag."""
 
+import itertools
+
 import torch
 
 from beast.environments import map_nest
@@ -10,8 +12,38 @@ from beast.precision import autocast, to_float32
 INPUTS = ("frame", "reward", "done", "last_action")  # keys of a row that the net gets
 
 
+def _write_row(rows, t, row):
+    """Write row t, a dict of nests of [n, ...]; return whether there is one."""
+    for key, value in (row or {}).items():
+        map_nest(lambda x, a: x[t].copy_(torch.as_tensor(a)), rows[key], value)
+    return row is not None
+
+
+@torch.no_grad()
+def _play(flags, model, device, groups, parts, agent_states):
+    """Fill rollouts; return whether they were played to their end.
+
+    Args:
+      parts: the rows of each group, [T + 1, n, ...].
+      agent_states: a list of the recurrent state of each group, which is updated.
+    """
+    for part in parts:
+        map_nest(lambda x: x[0].copy_(x[-1]), part)
+    # Within one autocast weights are cast once.
+    with autocast(flags, device):
+        for t, i in itertools.product(range(flags.unroll_length), range(len(groups))):
+            group, part = groups[i], parts[i]
+            if t > 0 and not _write_row(part, t, group.receive()):
+                return False
+            inputs = {k: map_nest(lambda x, t=t: x[t : t + 1].to(device), part[k]) for k in INPUTS}
+            outputs, agent_states[i] = to_float32(model(inputs, agent_states[i]))
+            _write_row(part, t + 1, {name: x[0] for name, x in outputs.items()})
+            group.send(part["action"][t + 1].numpy())
+    return all([_write_row(p, -1, g.receive()) for g, p in zip(groups, parts, strict=True)])
+
+
 def collect(flags, model, groups, sample_rows):
-    """Yield one Batch of rollouts after the other, each over the one before, until woken.
+    """Yield one Batch of rollouts after the other, until woken; each overwrites the one before.
 
     As MonoBeast's: rows [T + 1, N, ...], of which row 0 is the last row of the rollout before it,
     and in row t + 1 the answer to row t. `agent_state` is a pair: of the recurrent states before
@@ -40,32 +72,3 @@ def collect(flags, model, groups, sample_rows):
         last = map_nest(lambda *x: torch.cat(x, dim=1), *agent_states)
         device_rows = map_nest(lambda x: x.to(device), rows)
         yield Batch(device_rows, (first, last), rows, [], {"environments": flags.env})
-
-
-@torch.no_grad()
-def _play(flags, model, device, groups, parts, agent_states):
-    """Fill rollouts; return whether they were played to their end.
-
-    Args:
-      parts: the rows of each group, [T + 1, n, ...].
-      agent_states: a list of the recurrent state of each group, which is updated.
-    """
-    for part in parts:
-        map_nest(lambda x: x[0].copy_(x[-1]), part)
-    for t in range(flags.unroll_length):
-        for i, (group, part) in enumerate(zip(groups, parts, strict=True)):
-            if t > 0 and not _write_row(part, t, group.receive()):
-                return False
-            inputs = {k: map_nest(lambda x, t=t: x[t : t + 1].to(device), part[k]) for k in INPUTS}
-            with autocast(flags, device):
-                outputs, agent_states[i] = to_float32(model(inputs, agent_states[i]))
-            _write_row(part, t + 1, {name: x[0] for name, x in outputs.items()})
-            group.send(part["action"][t + 1].numpy())
-    return all([_write_row(p, -1, g.receive()) for g, p in zip(groups, parts, strict=True)])
-
-
-def _write_row(rows, t, row):
-    """Write row t, a dict of nests of [n, ...]; return whether there is one."""
-    for key, value in (row or {}).items():
-        map_nest(lambda x, a: x[t].copy_(torch.as_tensor(a)), rows[key], value)
-    return row is not None

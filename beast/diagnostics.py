@@ -70,7 +70,8 @@ class Check(NamedTuple):
 
 
 FRESHER = (
-    "lower --policy_clipping or --learning_rate, raise --batch_size, or have fewer environments"
+    "lower --policy_clipping or --learning_rate; in ppo.py also --num_epochs; elsewhere raise "
+    "--batch_size, or have fewer environments"
 )
 CHECKS = (
     Check(
@@ -78,15 +79,15 @@ CHECKS = (
         label="ESS",
         limit=MIN_EFFECTIVE_SAMPLE_SIZE,
         worst=0,
-        advice="a few transitions weigh for all, as the actors' policies are far from the "
-        f"learner's: {FRESHER}",
+        advice="a few transitions weigh for all, as the policies that acted are far from the one "
+        f"that learns: {FRESHER}",
     ),
     Check(
         name="behavior_target_kl",
         label="KL",
         limit=MAX_KL,
         worst=1,
-        advice=f"the actors' policies are far from the learner's: {FRESHER}",
+        advice=f"the policies that acted are far from the one that learns: {FRESHER}",
     ),
     Check(
         name="policy_lag_max",
@@ -118,8 +119,9 @@ CHECKS = (
         label="clipped",
         limit=MAX_CLIPPED_UPDATES,
         worst=1,
-        advice="the length of nearly every step is the clipping's, not the gradient's: raise "
-        "--grad_norm_clipping, or make the loss smaller (rewards, --batch_size, --unroll_length)",
+        advice="nearly every gradient is clipped: raise --grad_norm_clipping, or make the loss "
+        "smaller (rewards; where it is a sum, also --batch_size and --unroll_length). Where the "
+        "optimizer is Adam, this may do no harm",
     ),
 )
 

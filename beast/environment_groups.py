@@ -11,7 +11,7 @@ from beast.parallel_environments import ParallelEnvironments
 
 
 def check_groups(flags):
-    """Refuse groups or processes that environments cannot be dealt to; fill in the latter."""
+    """Refuse groups or processes that do not fit --num_envs; choose the latter if not given."""
     if flags.num_envs % flags.num_groups:
         raise FlagError(
             f"--num_envs is {flags.num_envs}, which --num_groups {flags.num_groups} does not "
@@ -29,7 +29,7 @@ def check_groups(flags):
 
 
 class EnvironmentGroups:
-    """Groups of environments, each stepped while another is answered, as Run.watch wants them.
+    """Groups of environments, each stepped while another is answered; for Run.watch.
 
     Args:
       create_env, stall_timeout_s: as of ParallelEnvironments.

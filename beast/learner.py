@@ -68,7 +68,7 @@ class Learner:
 
     @property
     def learning_rate(self):
-        """That of the optimizer, of several that of the first one."""
+        """The learning rate of the optimizer, or of the first of several."""
         rates = []
         map_nest(lambda o: rates.append(o.param_groups[0]["lr"]), self.optimizer)
         return rates[0]
@@ -86,7 +86,7 @@ class Learner:
             self.stats[name] = (self.stats[name] + returns)[-100:]
 
     def use_threads(self):
-        """Have PyTorch compute with num_threads in this thread; pin two to two cores, one to each.
+        """Have PyTorch compute with num_threads in this thread; pin two of them to the two cores.
 
         In convolutions threads wait for each other without giving up their core. Where another
         program keeps a core busy, Linux has both share the other one, and a batch takes 20 times as
@@ -125,7 +125,7 @@ class Learner:
 
 
 def create_state(optimizer):
-    """Have an optimizer make now the state that torch adds at its first step.
+    """Create an optimizer's state, which torch would create at the first step.
 
     Raises:
       FlagError: that is not all zeros, so it depends on the first step.

@@ -46,12 +46,18 @@ def to_floats(metrics):
 
 
 def mean_floats(dicts):
-    """Return the mean of each metric over dicts that all have it, as `to_floats` takes them."""
+    """Return the mean of each metric over dicts that all have it, as `to_floats` takes them.
+
+    Moments are those of the transitions of all.
+    """
     to_floats(dicts[0])  # refuses what is not one number
     means = {}
-    for name in dicts[0]:
-        values = [torch.as_tensor(metrics[name]).reshape(()) for metrics in dicts]
-        means[name] = torch.stack(values).double().mean()
+    for name, first in dicts[0].items():
+        dtype = None if torch.is_tensor(first) else torch.float64  # a number has more digits
+        shape = (-1,) if name == "moments" else ()
+        values = [torch.as_tensor(metrics[name], dtype=dtype).reshape(shape) for metrics in dicts]
+        values = torch.stack(values)
+        means[name] = values if name == "moments" else values.double().mean()
     return to_floats(means)
 
 

@@ -6,10 +6,10 @@ from torch import nn
 
 
 class Normalizer(nn.Module):
-    """Shifts and scales inputs to mean 0 and standard deviation 1, of all that it was updated with.
+    """Shifts and scales inputs to mean 0 and standard deviation 1, those of what `update` got.
 
-    The moments are merged as in Chan, Golub and LeVeque 1979, in double precision, so that large
-    means cancel nothing.
+    The moments are merged as in Chan, Golub and LeVeque 1979, in double precision, so that a
+    large mean costs no digits.
 
     Args:
       size: of the last dimension of inputs.
@@ -61,8 +61,8 @@ class RewardScaler(nn.Module):
         """Count a rollout and return its rewards, scaled and clipped.
 
         Args:
-          rewards, done, mask: [T, N], of the row entered; transitions where the mask is false do
-            not count.
+          rewards, done: [T, N], of the row that each transition enters.
+          mask: [T, N]; transitions where it is false do not count.
         """
         returns, current = [], self._return.to(rewards)
         if current.shape != rewards.shape[1:]:

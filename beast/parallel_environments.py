@@ -29,7 +29,7 @@ from beast.shared_memory import check_shared_memory
 from beast.spaces import spaces_to_json
 from beast.watchdog import PATIENCE, Lookout
 
-MIN_STEPS = 200  # that end a series of deaths
+MIN_STEPS = 200  # after so many, earlier deaths no longer count
 INITIAL, STEP, DONE = b"i", b"s", b"."
 TOTALS = ("episode_return", "episode_step", "game_return", "game_step")
 
@@ -90,7 +90,7 @@ class ParallelEnvironments:
     def initial(self):
         """Reset every environment and return the very first row; None once woken."""
         if self._here:
-            return self._here.initial()
+            return None if self._is_awake else self._here.initial()
         for process in self.processes:
             process.ask(INITIAL)
         return self.receive()

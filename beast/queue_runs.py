@@ -150,8 +150,9 @@ class QueuedRun:
     @property
     def action(self):
         """What the queue does with the run next."""
-        is_training = value_of("mode", self.command) in (None, "train")
-        if is_training and self.meta.get("status") == "ended":
+        if value_of("mode", self.command) not in (None, "train"):
+            return "start"
+        if self.meta.get("status") == "ended":
             return "skip"
         return "resume" if (self.folder / CHECKPOINT).exists() else "start"
 
@@ -296,7 +297,7 @@ class Queue:
         self._report(run, f"{status}: see {run.out}", status=status, end=_now())
 
     def _report(self, run, text, **row):
-        """Say what has become of a run, and write it into queue.csv, which is never torn."""
+        """Log a run's new status, and write queue.csv so that nobody reads half of it."""
         self._rows[run.xpid] |= row
         done = len(self._runs) - len(self._waiting) - len(self._running)
         level = logging.ERROR if text.startswith("failed") else logging.INFO

@@ -25,6 +25,7 @@ from deadline import Thread
 from program import HELPERS, ROOT, Program, column, last_step, read_rows, split_words, wait_until
 
 import atari_wrappers
+import gala
 import monobeast
 import polybeast
 import ppo
@@ -32,9 +33,10 @@ from beast import atari_scores, checkpoint, curves, evaluate
 from beast.background_evaluation import BackgroundEvaluation
 from beast.environments import Environments
 from beast.errors import EnvError
+from beast.nets import Population
 from beast.run import FlagError
 
-PROGRAMS = {"monobeast": monobeast, "polybeast": polybeast, "ppo": ppo}
+PROGRAMS = {"monobeast": monobeast, "polybeast": polybeast, "ppo": ppo, "gala": gala}
 SCRIPTS = {"monobeast": HELPERS / "catch.py", "polybeast": HELPERS / "catch_poly.py"}
 both = pytest.mark.parametrize("name", SCRIPTS)
 
@@ -74,8 +76,10 @@ def make_run(name, folder, *arguments):
     program = PROGRAMS[name]
     arguments = ["--savedir", str(folder), "--xpid", "run", *map(str, arguments)]
     flags = program.parser.parse_args(arguments)
-    environment = gym.wrappers.FlattenObservation(catch.create_env(flags))  # ppo.Net's are larger
+    environment = gym.wrappers.FlattenObservation(catch.create_env(flags))  # of few axes
     model = program.Net(environment.observation_space, environment.action_space.n)
+    if name == "gala":
+        model = Population(model, flags.num_agents)
     (folder / "run").mkdir(parents=True)
     torch.save(checkpoint.pack_weights(flags, model, 1234), folder / "run" / "model.tar")
     return arguments

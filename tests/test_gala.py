@@ -39,6 +39,10 @@ from beast.run import MAX_SKIPPED, Run
 SCRIPT = ROOT / "gala.py"
 
 
+def equal(one, other):
+    return all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
 def make_models(n, size=6, seed=0):
     torch.manual_seed(seed)
     return [torch.nn.Linear(size, 1, bias=False).double() for _ in range(n)]
@@ -136,6 +140,23 @@ def test_a_message_is_mixed_once_and_the_newest_of_several():
     assert not mailboxes.has_news(0)
 
 
+def mix_for_ever(mailboxes, agent, model, spreads, mixes):
+    torch.set_num_threads(1)
+    model, message = copy.deepcopy(model), copy.deepcopy(model)  # those given are shared
+    (peer,), versions = [mailboxes.weights[j] for j in mailboxes.in_peers[agent]], [0]
+    load = peer.load_into
+    peer.load_into = lambda *args: versions.append(load(*args)) or versions[-1]
+    while True:
+        mailboxes.weights[agent].publish(model)
+        time.sleep(random.uniform(0, 0.002))
+        if mailboxes.has_news(agent):
+            mailboxes.mix(agent, model, message)
+            mixes[agent] += 1
+            assert versions[-2] < versions[-1] <= peer.version
+        spreads[agent] = model.weight.max() - model.weight.min()
+        assert spreads[agent] == 0
+
+
 def test_processes_agree_within_what_they_began_with_and_one_is_killed():
     """Each number of a message is the same, so that one of two messages would show."""
 
@@ -171,23 +192,6 @@ def test_processes_agree_within_what_they_began_with_and_one_is_killed():
     assert values().min() >= 0 and values().max() <= 3 and values().std(0).max() < 1e-6
 
 
-def mix_for_ever(mailboxes, agent, model, spreads, mixes):
-    torch.set_num_threads(1)
-    model, message = copy.deepcopy(model), copy.deepcopy(model)  # those given are shared
-    (peer,), versions = [mailboxes.weights[j] for j in mailboxes.in_peers[agent]], [0]
-    load = peer.load_into
-    peer.load_into = lambda *args: versions.append(load(*args)) or versions[-1]
-    while True:
-        mailboxes.weights[agent].publish(model)
-        time.sleep(random.uniform(0, 0.002))
-        if mailboxes.has_news(agent):
-            mailboxes.mix(agent, model, message)
-            mixes[agent] += 1
-            assert versions[-2] < versions[-1] <= peer.version
-        spreads[agent] = model.weight.max() - model.weight.min()
-        assert spreads[agent] == 0
-
-
 @pytest.mark.parametrize("n", [3, 4, 8])
 def test_agents_stay_within_the_bound_of_proposition_1(n):
     models = make_models(n)
@@ -214,7 +218,7 @@ def test_agents_stay_within_the_bound_of_proposition_1(n):
     assert max(ratios) > 0.2  # or the bound would say nothing
 
 
-def test_gradients_of_peers_are_told_from_those_of_others():
+def test_gradients_of_peers_are_distinguished_from_those_of_others():
     models = make_models(4, size=2)
     # Of 0 and 2 alike, and of 1 and 3, which are no peers; 60 degrees between the two pairs.
     gradients = torch.tensor([[1, 0], [1, 3**0.5], [3, 0], [2, 2 * 3**0.5]])
@@ -243,10 +247,11 @@ def test_the_loss_is_that_of_a2c_by_definition():
     for i in range(N):
         target = values[T, i].item()  # the return from row t on, or what the baseline says of it
         for t in reversed(range(T)):
-            if rows["truncated"][t, i]:
+            if rows["truncated"][t, i] or rows["terminated"][t, i]:
                 target = values[t, i].item()
                 continue
-            going_on = 0 if rows["done"][t + 1, i] else flags.discounting
+            ends = rows["done"][t + 1, i] or rows["terminated"][t + 1, i]
+            going_on = 0 if ends else flags.discounting
             target = rows["reward"][t + 1, i].item() + going_on * target
             advantage = target - values[t, i]
             log_probs = log_policy[t, i]
@@ -288,10 +293,25 @@ def test_the_loss_is_that_of_ppo_as_a2c():
         torch.testing.assert_close(parameter.grad, gradient)
 
 
+def learn_five_times(flags, rows):
+    model = Table()
+    optimizer = gala.create_optimizer(flags, model)
+    for _ in range(5):
+        gala.learn(flags, model, rows, (), optimizer)
+    return gala.flatten(model.parameters())
+
+
+def learn_with_averages(agent, rows, path):
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(path)
+    torch.distributed.init_process_group("gloo", store=store, rank=agent, world_size=2)
+    return learn_five_times(parse("--exchange allreduce"), rows)
+
+
 def test_agents_with_averaged_gradients_are_one_with_all_environments(tmp_path):
     model, flags = Table(), parse()
     rows = make_rows(model)
-    for name in ("truncated", "done"):
+    for name in ("truncated", "terminated", "done"):
         rows[name][:] = False  # or the parts would have other numbers of transitions
     parts = [{name: x[:, part] for name, x in rows.items()} for part in (slice(3), slice(3, 6))]
     paths, spawn = [str(tmp_path / "store")] * 2, multiprocessing.get_context("spawn")
@@ -359,21 +379,6 @@ def test_bad_updates_end_no_run_and_are_saved_only_beside_good_ones(tmp_path, is
     assert (tmp_path / "run" / "model.tar").exists() == is_saved
 
 
-def learn_with_averages(agent, rows, path):
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(path)
-    torch.distributed.init_process_group("gloo", store=store, rank=agent, world_size=2)
-    return learn_five_times(parse("--exchange allreduce"), rows)
-
-
-def learn_five_times(flags, rows):
-    model = Table()
-    optimizer = gala.create_optimizer(flags, model)
-    for _ in range(5):
-        gala.learn(flags, model, rows, (), optimizer)
-    return gala.flatten(model.parameters())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -387,7 +392,10 @@ def learn_five_times(flags, rows):
         ),
         ("--mode test --agent 4", "--agent is 4, but --num_agents is 4"),
         ("--agent 2", "--agent 2 is for --mode test"),
-        ("--exchange none --max_staleness 3", "--max_staleness is 3, .* not for --exchange none"),
+        (
+            "--exchange none --max_staleness 3",
+            "is 3, .* not for --exchange none: give another --exch",
+        ),
         ("--deterministic --max_staleness 3", "not for --exchange gossip --deterministic"),
         (
             "--exchange allreduce --topology complete",
@@ -548,10 +556,6 @@ def agents_of(folder):
         if match := re.fullmatch(r"agents\.(\d+)\.(.+)", name):
             agents[int(match[1])][match[2]] = weight
     return agents
-
-
-def equal(one, other):
-    return all(torch.equal(weight, other[name]) for name, weight in one.items())
 
 
 @pytest.mark.whole

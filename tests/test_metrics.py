@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from beast import metrics
+from beast import diagnostics, metrics
 
 
 def test_metrics_become_floats():
@@ -39,6 +39,18 @@ def test_a_metric_that_is_not_one_number_is_refused_by_name(value):
 def test_means_of_metrics_are_floats():
     dicts = [{"a": torch.tensor(True), "b": 1.0}, {"a": torch.tensor(False), "b": torch.ones(1)}]
     assert metrics.mean_floats(dicts) == {"a": 0.5, "b": 1.0}
+    assert metrics.mean_floats([{"a": 0.1}, {"a": 0.3}]) == {"a": 0.2}
+
+
+def test_mean_moments_are_those_of_all_transitions():
+    log_rhos, vs, values = torch.randn(3, 6, 4)
+    mask = torch.ones(6, 4, dtype=torch.bool)
+    whole = diagnostics.from_importance_weights(log_rhos, vs, values, mask)
+    halves = [
+        diagnostics.from_importance_weights(log_rhos[h], vs[h], values[h], mask[h])
+        for h in (slice(0, 2), slice(2, 6))
+    ]
+    assert metrics.mean_floats(halves) == pytest.approx(metrics.to_floats(whole), rel=1e-5)
 
 
 def test_metrics_are_finite_if_all_of_them_are():

@@ -241,7 +241,7 @@ def test_wake_ends_a_wait_and_every_later_one(environments, tmp_path, num_proces
         thread.join(10)
         assert rows == [None]
     gated.wake()
-    assert gated.step(np.zeros(5, np.int64)) is None
+    assert gated.step(np.zeros(5, np.int64)) is None and gated.initial() is None
 
 
 def test_all_groups_are_watched(tmp_path):

@@ -42,7 +42,7 @@ def parse(arguments="", continuous=False):
 class Table(torch.nn.Module):
     """A net in double precision whose answers are a linear function of frames [.., 3]."""
 
-    is_image, use_gru = True, False  # it has no normalizer
+    is_image = True  # it has no normalizer
 
     def __init__(self, continuous=False):
         super().__init__()
@@ -69,9 +69,9 @@ def make_rows(model, seed=0):
         "truncated": torch.zeros(T + 1, N, dtype=torch.bool),
     }
     rows["truncated"][0, 0] = rows["truncated"][3, 1] = rows["truncated"][T, 2] = True
-    rows["truncated"][T - 1, 3] = True
-    rows["done"][1, 0] = rows["done"][4, 1] = rows["done"][T, 3] = True
-    rows["done"] &= ~rows["truncated"]
+    rows["truncated"][T - 1, 3] = rows["terminated"][2, 4] = rows["terminated"][T, 5] = True
+    rows["done"][1, 0] = rows["done"][4, 1] = rows["done"][T, 3] = rows["done"][3, 4] = True
+    rows["done"] &= ~(rows["truncated"] | rows["terminated"])
     with torch.no_grad():
         outputs, _ = model(rows, ())
     for name, x in outputs.items():  # the answer to row t stands in row t + 1
@@ -94,11 +94,12 @@ def test_targets_are_those_of_a_loop_over_each_episode(gae_lambda):
     for i in range(N):
         advantage = 0.0
         for t in reversed(range(T)):
-            if rows["truncated"][t, i]:  # from here there is only a reset
+            if rows["truncated"][t, i] or rows["terminated"][t, i]:  # from here only a reset
                 assert not batch["mask"][t, i]
                 advantage = 0.0
                 continue
-            going_on = 0.0 if rows["done"][t + 1, i] else flags.discounting
+            ends = rows["done"][t + 1, i] or rows["terminated"][t + 1, i]
+            going_on = 0.0 if ends else flags.discounting
             delta = rows["reward"][t + 1, i] + going_on * values[t + 1, i] - values[t, i]
             advantage = delta + going_on * gae_lambda * advantage
             assert batch["mask"][t, i]
@@ -127,18 +128,20 @@ def test_a_net_gets_as_much_when_it_learns_as_when_it_acts():
 
 @pytest.mark.parametrize("program", [ppo, gala])
 @pytest.mark.parametrize(
-    ("shape", "num_weights"),
+    ("shape", "dtype", "num_weights"),
     [
-        ((96, 96, 3), 32 * 3 * 8 * 8),  # CarRacing's
-        ((3, 96, 96), 32 * 3 * 8 * 8),
-        ((4, 84, 84), 32 * 4 * 8 * 8),
-        ((10, 10, 4), 16 * 4 * 3 * 3),  # MinAtar's
-        ((10, 10, 10), 16 * 10 * 3 * 3),
+        ((96, 96, 3), np.uint8, 32 * 3 * 8 * 8),  # CarRacing's
+        ((3, 96, 96), np.uint8, 32 * 3 * 8 * 8),
+        ((4, 84, 84), np.uint8, 32 * 4 * 8 * 8),
+        ((10, 10, 4), bool, 16 * 4 * 3 * 3),  # MinAtar's
+        ((10, 10, 10), bool, 16 * 10 * 3 * 3),
     ],
 )
-def test_images_are_seen_with_their_channels_first_or_last(program, shape, num_weights):
-    image = torch.randint(256, (2, 3, *shape), dtype=torch.uint8)
-    net = program.Net(gym.spaces.Box(0, 255, shape, np.uint8), 5)
+def test_images_are_seen_with_their_channels_first_or_last(program, shape, dtype, num_weights):
+    image = torch.from_numpy(
+        np.random.default_rng(0).integers(2, size=(2, 3, *shape)).astype(dtype)
+    )
+    net = program.Net(gym.spaces.Box(0, 1 if dtype is bool else 255, shape, dtype), 5)
     assert net.trunk[0].weight.numel() == num_weights
     outputs, _ = net({"frame": image, "done": torch.zeros(2, 3, dtype=torch.bool)}, ())
     assert outputs["policy_logits"].shape == (2, 3, 5)
@@ -154,11 +157,11 @@ def gradients(model, flags, rows):
 
 
 @pytest.mark.parametrize("penalty", ["clip", "kl"])
-def test_what_stands_in_a_row_after_a_time_limit_is_not_felt(penalty):
+def test_what_stands_in_a_row_after_an_end_changes_no_gradient(penalty):
     model, flags = Table(), parse(f"--penalty {penalty}")
     rows = make_rows(model)
     before = gradients(model, flags, rows)
-    for t, i in ((1, 0), (4, 1), (T, 3)):
+    for t, i in ((1, 0), (4, 1), (T, 3), (3, 4)):
         rows["reward"][t, i] = 1e3
         rows["action"][t, i] = 1
         rows["policy_logits"][t, i] += torch.arange(4)
@@ -222,6 +225,17 @@ def test_the_penalty_has_a_cutoff_at_twice_the_target(kl, loss, gradient):
     flags = parse("--penalty kl --kl_target 0.01")
     got = policy_gradient(flags, 0.0, 0.0, kl)
     assert got == pytest.approx((loss, 0, gradient), abs=1e-6, rel=1e-4)
+
+
+def test_the_penalty_stays_finite(monkeypatch):
+    model, flags = Table(), parse("--penalty kl")
+    metrics = {}
+    monkeypatch.setattr(ppo, "compute_loss", lambda *_: (None, metrics))
+    for kl, penalty in ((1.0, 1e6), (0.0, 1e-6)):
+        metrics["behavior_target_kl"] = kl
+        for _ in range(400):
+            ppo.adapt_penalty(flags, model, None, ())
+        assert model.kl_penalty.item() == pytest.approx(penalty)
 
 
 @pytest.mark.parametrize(("kl", "factor"), [(1.31, 1.5), (1.29, 1), (0.71, 1), (0.69, 1 / 1.5)])
@@ -303,6 +317,49 @@ def test_minibatches_are_parts_of_the_whole_and_hold_each_transition_once(use_gr
     torch.testing.assert_close(sum(losses) / sum(sizes), whole)
     seen = torch.cat([part["frame"][..., 0][part["mask"]] for part, _ in parts]).sort().values
     torch.testing.assert_close(seen, batch["frame"][..., 0][batch["mask"]].sort().values)
+
+
+def test_a_gru_is_reset_at_done_inside_a_rollout():
+    net = ppo.Net(gym.spaces.Box(-1, 1, (4,)), 2, use_gru=True).eval()
+    rows = {"frame": torch.randn(5, 3, 4), "done": torch.zeros(5, 3, dtype=torch.bool)}
+    state = (torch.randn(1, 3, 256),)
+    without = net(rows, state)[0]["policy_logits"]
+    rows["done"][2, 1] = True
+    logits = net(rows, state)[0]["policy_logits"]
+    fresh = {name: x[2:, 1:2] for name, x in rows.items()}
+    fresh = net(fresh, net.initial_state(1))[0]["policy_logits"]
+    torch.testing.assert_close(logits[2:, 1:2], fresh)
+    assert not torch.isclose(logits[2:, 1], without[2:, 1]).any()
+    torch.testing.assert_close(logits[:2], without[:2])
+    torch.testing.assert_close(logits[:, [0, 2]], without[:, [0, 2]])
+
+
+def test_learning_takes_a_clipped_step_for_each_minibatch_of_each_epoch(monkeypatch):
+    model, kls, norms = Table(), [], []
+    flags = parse("--num_epochs 3 --num_minibatches 4 --grad_norm_clipping 0.01")
+    compute_loss = ppo.compute_loss
+
+    def with_kl(*args):
+        loss, metrics = compute_loss(*args)
+        kls.append(metrics["behavior_target_kl"].item())
+        return loss, metrics
+
+    def measure(optimizer, *_):
+        norms.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item())
+
+    monkeypatch.setattr(ppo, "compute_loss", with_kl)
+    optimizer, _ = ppo.create_optimizer(flags, model)
+    optimizer.register_step_pre_hook(measure)
+    rows = make_rows(model)
+    batch = ppo.compute_targets(flags, model, rows, ())
+    metrics = ppo.learn(flags, model, rows, ((), ()), optimizer)
+    assert norms == pytest.approx([0.01] * 12, rel=1e-3)
+    assert metrics["grad_norm"] > 0.01 and metrics["clipped_updates"] == 1
+    assert metrics["behavior_target_kl"] == pytest.approx(sum(kls[-4:]) / 4)
+    assert metrics["behavior_target_kl"] > 1.1 * sum(kls) / 12
+    vs, values = (batch[name][batch["mask"]] for name in ("vs", "values"))
+    unexplained = (vs - values).var(correction=0) / vs.var(correction=0)
+    assert metrics["explained_variance"] == pytest.approx(max(-1, 1 - unexplained.item()))
 
 
 def begin(flags, create_env):
@@ -618,8 +675,7 @@ def test_nests_of_observations_are_learned_from_and_evaluations_leave_their_mome
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((4, 84, 84), np.uint8), ((10, 10, 6), bool)])
-def test_images_get_convolutions(shape, dtype):
-    space = gym.spaces.Box(0, 1 if dtype is bool else 255, shape, dtype)
-    model, _ = create_net(ppo.Net, space, gym.spaces.Discrete(6))
-    assert model.is_image and isinstance(model.trunk[0], torch.nn.Conv2d)
+def test_numbers_without_axes_are_observations_too():
+    number, vector = gym.spaces.Box(-1, 1, ()), gym.spaces.Box(-1, 1, (3,))
+    for space in (number, gym.spaces.Dict({"number": number, "vector": vector})):
+        create_net(ppo.Net, space, gym.spaces.Discrete(2))  # raises if the net cannot answer

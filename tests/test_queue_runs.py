@@ -232,6 +232,12 @@ def test_a_dry_run_prints_slots_and_commands_and_starts_nothing(capsys, tmp_path
     assert [line.split()[0] for line in lines[2:]] == ["start:"] * 6
     assert shlex.split(lines[-1])[1:] == queue_runs.expand(words)[-1]
     assert not (tmp_path / "new").exists()
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "model.tar").touch()
+    for mode, action in (("train", "resume:"), ("test", "start:")):
+        words = ["python", "ppo.py", "--mode", mode, "--xpid", "one", "--savedir", str(tmp_path)]
+        queue_runs.main(["--cores_per_run", "2", "--dry_run", "--", *words])
+        assert capsys.readouterr().out.splitlines()[2].split()[0] == action
 
 
 def test_folders_are_those_of_the_programs():
