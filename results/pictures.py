@@ -53,11 +53,11 @@ LEARNERS = {  # panels of that picture: folders of runs of one learner, and of s
     "MinAtar Breakout": ("minatar/breakout-*", "learners/breakout-*"),
     "Pong": ("atari/pong-1[1-5]", "learners/pong-*"),
 }
-LABELS = {  # suites, and by which flag their runs differ besides the seed
-    "atari": None,
-    "minatar": None,
-    "ppo": "penalty",
-    "gala": "exchange",
+SUITES = {  # and whether their runs are IMPALA's
+    "atari": True,
+    "minatar": True,
+    "ppo": False,
+    "gala": False,
 }
 
 
@@ -141,17 +141,13 @@ def draw_diagnostics(name="clipping"):
     figure.savefig(HERE / f"{name}.png")
 
 
-def draw_suite(name, flag):
-    """Draw the return of each run against its steps, and print a row for each.
-
-    Args:
-      flag: by which the runs of a game differ besides the seed, or None.
-    """
+def draw_suite(name, is_impala):
+    """Draw the return of each run against its steps, and print a row for each."""
     games = read_suite(name)
     with open(HERE / "published.csv", newline="") as file:
         published = [row for row in csv.DictReader(file) if row["suite"] == name]
     figure, axes = panels(games)
-    is_impala = flag is None  # the KL of ppo.py is of one rollout, gala.py has none
+    # The KL of ppo.py is of one rollout, gala.py has none.
     more = " goal | passed after, in | then: median, lowest | KL: median, 99 % | above 0.1 |"
     print(f"\n{name}\n\n| run | steps | minutes | last 100 games | highest |{more * is_impala}")
     print("|---|---|---|---|---|" + "---|---|---|---|---|" * is_impala)
@@ -159,10 +155,10 @@ def draw_suite(name, flag):
         for run in runs:
             steps, returns = finite(run, RETURN)
             flags = run.meta["flags"]
-            label = f"{flags[flag]}, " if flag else ""
-            label += "LSTM, " if flags.get("use_lstm") else ""
+            label = "LSTM, " if flags.get("use_lstm") else ""
             label += "deep net, " if flags.get("model") == "deep" else ""
-            panel.plot(steps / 1e6, returns, linewidth=1, label=f"{label}seed {flags['seed']}")
+            label = f"{label}seed {flags['seed']}" if is_impala else run.name
+            panel.plot(steps / 1e6, returns, linewidth=1, label=label)
             row = (
                 f"| {run.name} | {steps[-1] / 1e6:.2f} M | {run.columns['minutes'][-1]:.1f} "
                 f"| {returns[-1]:.5g} | {returns.max():.5g} |"
@@ -270,9 +266,9 @@ def draw_consensus(name="consensus"):
 
 
 if __name__ == "__main__":
-    for suite, flag in LABELS.items():
+    for suite, is_impala in SUITES.items():
         if (HERE / suite).exists():
-            draw_suite(suite, flag)
+            draw_suite(suite, is_impala)
     draw_diagnostics()
     draw_learners()
     if (HERE / "staleness").exists():
