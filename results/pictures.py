@@ -152,13 +152,19 @@ def draw_suite(name, is_impala):
     print(f"\n{name}\n\n| run | steps | minutes | last 100 games | highest |{more * is_impala}")
     print("|---|---|---|---|---|" + "---|---|---|---|---|" * is_impala)
     for panel, (game, runs) in zip(axes, games.items(), strict=False):
+        colors = {}
         for run in runs:
             steps, returns = finite(run, RETURN)
             flags = run.meta["flags"]
             label = "LSTM, " if flags.get("use_lstm") else ""
             label += "deep net, " if flags.get("model") == "deep" else ""
-            label = f"{label}seed {flags['seed']}" if is_impala else run.name
-            panel.plot(steps / 1e6, returns, linewidth=1, label=label)
+            # Of other programs, runs that differ by their seeds alone share a color.
+            arm = run.name if is_impala else run.name.rpartition("-")[0]
+            label = f"{label}seed {flags['seed']}" if is_impala else arm
+            panel.plot(
+                steps / 1e6, returns, linewidth=1, label=None if arm in colors else label,
+                color=colors.setdefault(arm, f"C{len(colors)}"),
+            )  # fmt: skip
             row = (
                 f"| {run.name} | {steps[-1] / 1e6:.2f} M | {run.columns['minutes'][-1]:.1f} "
                 f"| {returns[-1]:.5g} | {returns.max():.5g} |"
