@@ -315,7 +315,7 @@ def learn(flags, model, batch, initial_agent_state, optimizer, own_gradient=None
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, torch.nan)
     if flags.exchange == "allreduce":
-        average_gradients(model)  # so that with this one no agent takes it
+        average_gradients(model)  # NaN for all agents where it is for one
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
     metrics["grad_norm"] = grad_norm
     before = [p.detach().clone() for p in model.parameters()]
@@ -429,6 +429,7 @@ def check_flags(flags):
         ("message_delay", ("--exchange gossip --deterministic",)),
     ):
         value, default = getattr(flags, name), parser.get_default(name)
+        # None is the default of older checkpoints.
         if value not in (default, None) and how not in ways:
             raise FlagError(
                 f"--{name} is {value}, which is for {' or '.join(ways)}, not for {how}: give "
