@@ -43,8 +43,8 @@ from beast.environments import Environments, try_out
 from beast.errors import FlagError
 from beast.flags import add_run_flags, parse_flags, run_program
 from beast.fork_server import start_fork_server
-from beast.learner import Learner, create_state, get_device, keep_freed_memory, raise_squares
-from beast.machine import count_cores
+from beast.learner import Learner, create_state, get_device, raise_squares
+from beast.machine import count_cores, keep_freed_memory
 from beast.metrics import is_finite, to_floats
 from beast.nets import Population, create_net
 from beast.parallel_environments import ParallelEnvironments

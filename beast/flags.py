@@ -8,9 +8,12 @@ import os
 import signal
 import sys
 
+import torch
+
 from beast import checkpoint, credentials, elastic, evaluate, torchrun
 from beast.checkpoint import BEST, NEWEST, run_path
 from beast.errors import EnvError, FlagError
+from beast.machine import keep_freed_memory
 from beast.parser import non_negative, positive
 from beast.processes import exit_with_parent, start_logging
 
@@ -188,6 +191,8 @@ def _refuse_missing_run(flags):
 def run_program(main):
     """Run a program's `main` and exit with its status; user errors get no traceback."""
     start_logging()
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     # Until a run's own handlers are in place: unwind, so that what was started is ended.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:

@@ -2,7 +2,6 @@
 """The learner: its batches, the state that its threads change, and the lock that guards it."""
 
 import contextlib
-import ctypes
 import os
 import threading
 from typing import NamedTuple
@@ -59,7 +58,6 @@ class Learner:
         self.stats |= {"skipped_updates": 0, "skipped_in_a_row": 0}
         self.scheduler = map_nest(lambda o: LambdaLR(o, lambda _: decay(self.step)), optimizer)
         if self.device.type == "cpu":
-            keep_freed_memory()
             map_nest(raise_squares, optimizer)
 
     @property
@@ -174,19 +172,3 @@ def raise_squares(optimizer):
             torch._foreach_clamp_min_(squares, SMALLEST_SQUARE)
 
     optimizer.register_step_post_hook(raise_them)
-
-
-def keep_freed_memory():
-    """Have malloc keep large blocks that are freed, rather than fault them in at each update.
-
-    On a CPU this makes learning a fifth faster (benchmarks/README.md). For glibc; else nothing.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-    mallopt(M_ARENA_MAX, 1)  # the arenas of other threads could not hold such blocks
-    # glibc before 2.35 allows no more than half of an arena of its threads.
-    _ = mallopt(M_MMAP_THRESHOLD, 2**30) or mallopt(M_MMAP_THRESHOLD, 2**25)
-    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run may use of this machine, and how many processes it therefore starts. No torch here."""
 
+import ctypes
 import logging
 import os
 import pathlib
@@ -132,6 +133,25 @@ def choose_servers(flags, has_gpu):
         reasons["envs_per_stream"] = reason
     flags.chosen = list(reasons)
     _log_choice(flags, reasons)
+
+
+def keep_freed_memory():
+    """Have malloc keep large blocks that are freed, rather than fault them in at each update.
+
+    On a CPU this makes learning a fifth faster, and a third with large batches
+    (benchmarks/README.md). To call before any thread is started: malloc gives the arena of a thread
+    that has ended to the next one, a learner's, and only the first arena holds blocks above 64 MiB.
+    For glibc; else nothing.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+    mallopt(M_ARENA_MAX, 1)
+    # glibc before 2.35 allows no more than half of an arena of its threads.
+    _ = mallopt(M_MMAP_THRESHOLD, 2**30) or mallopt(M_MMAP_THRESHOLD, 2**25)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _count_processes(cores, most, limits, num_envs):

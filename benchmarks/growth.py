@@ -84,7 +84,7 @@ def max_rollouts(case):
 
 
 def learner_main(case, seconds, pipe):
-    from beast.learner import keep_freed_memory
+    from beast.machine import keep_freed_memory
 
     exit_with_parent()
     keep_freed_memory()  # as polybeast.py does

@@ -29,7 +29,8 @@ from net import NUM_ACTIONS, make_batch  # noqa: E402
 
 import polybeast  # noqa: E402
 from beast import torchrun  # noqa: E402
-from beast.learner import Learner, keep_freed_memory  # noqa: E402
+from beast.learner import Learner  # noqa: E402
+from beast.machine import keep_freed_memory  # noqa: E402
 from beast.precision import choose_precision  # noqa: E402
 from beast.weights import LocalWeights  # noqa: E402
 
@@ -44,9 +45,9 @@ def measure(arguments):
     parser.add_argument("--updates", type=int)
     options = parser.parse_args(arguments)
     flags = polybeast.parser.parse_args(["--disable_cuda", "--learning_rate", "1e-8"])
+    keep_freed_memory()  # as the programs do
     ranks = torchrun.join_group(flags)
     torch.set_num_threads(options.threads)
-    keep_freed_memory()
     choose_precision(flags, polybeast.Net, [torch.device("cpu")])
     space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
     net = polybeast.Net(space, NUM_ACTIONS, False, options.net)

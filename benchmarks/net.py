@@ -31,7 +31,8 @@ from machine import print_header  # noqa: E402
 import polybeast  # noqa: E402
 from beast.cuda import DeviceCopies  # noqa: E402
 from beast.environments import map_nest  # noqa: E402
-from beast.learner import get_device, keep_freed_memory  # noqa: E402
+from beast.learner import get_device  # noqa: E402
+from beast.machine import keep_freed_memory  # noqa: E402
 from beast.precision import autocast, to_float32  # noqa: E402
 from beast.spaces import empty_observation  # noqa: E402
 

@@ -56,7 +56,8 @@ import polybeast_env  # noqa: E402
 from beast.environments import map_nest  # noqa: E402
 from beast.errors import EnvError  # noqa: E402
 from beast.flags import parse_flags  # noqa: E402
-from beast.learner import get_device, keep_freed_memory  # noqa: E402
+from beast.learner import get_device  # noqa: E402
+from beast.machine import keep_freed_memory  # noqa: E402
 from beast.nets import create_net  # noqa: E402
 from beast.rollout_buffers import create_buffers, write_row  # noqa: E402
 from beast.weights import LocalWeights, SharedWeights  # noqa: E402

@@ -13,10 +13,9 @@ from small_run import create_batch, create_learner
 
 import monobeast
 import polybeast
-from beast import learner as learner_module
 from beast.errors import FlagError
 from beast.fork_server import all_cores
-from beast.learner import Learner, create_state, get_device, raise_squares
+from beast.learner import create_state, get_device, raise_squares
 
 
 def create(total_steps=1000):
@@ -111,16 +110,6 @@ def test_squares_of_gradients_that_stay_at_zero_do_not_vanish_and_weights_stay_t
             assert len(squares) == 2 and (min(x.min() for x in squares) > 1.2e-38) == is_raised
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*found)
-
-
-def test_freed_memory_is_kept_by_learners_on_a_cpu_alone(monkeypatch):
-    calls = []
-    monkeypatch.setattr(learner_module, "keep_freed_memory", lambda: calls.append(1))
-    for device, num_calls in (("meta", 0), ("cpu", 1)):  # meta stands for any other device
-        model = torch.nn.Linear(3, 1, device=device)
-        optimizer = torch.optim.SGD(model.parameters())
-        Learner(model, optimizer, lambda step: 1, None)
-        assert len(calls) == num_calls
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs two cores")

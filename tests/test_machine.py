@@ -3,10 +3,12 @@
 
 import functools
 import os
+import platform
 import shutil
 
 import pytest
 import torch
+from program import ROOT, run
 
 import atari_wrappers
 import monobeast
@@ -282,3 +284,41 @@ def test_the_log_says_who_else_has_its_share_and_what_was_fixed(fake, caplog, mo
         "(at most 8). There are 16 cores and 256 GiB of memory for each of 4 learners that share "
         "this machine."
     ) in caplog.text
+
+
+COUNTING = """
+import ctypes
+import os
+import sys
+sys.path.insert(0, {root!r})
+import {program} as program
+
+learn = program.learn
+
+def count_arenas(*args):
+    libc, name = ctypes.CDLL(None), {folder!r} + "/" + str(os.getpid())
+    libc.fopen.restype = ctypes.c_void_p
+    file = ctypes.c_void_p(libc.fopen(name.encode(), b"w"))
+    assert libc.malloc_info(0, file) == 0 and libc.fclose(file) == 0
+    return learn(*args)
+
+program.learn = count_arenas
+if __name__ == "__main__":
+    program.run_program(program.main)
+"""
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about learning on a CPU")
+@pytest.mark.parametrize("program", ["monobeast", "polybeast", "ppo"])
+def test_all_threads_of_a_learner_share_the_arena_that_keeps_large_blocks(program, tmp_path):
+    # Not gala.py: its agents learn in main threads, which have that arena anyway.
+    (tmp_path / "arenas").mkdir()
+    script = tmp_path / "counting.py"
+    names = {"root": str(ROOT), "program": program, "folder": str(tmp_path / "arenas")}
+    script.write_text(COUNTING.format(**names))
+    arguments = "--env PongNoFrameskip-v4 --total_steps 1000 --disable_checkpoint --savedir"
+    assert run(script, arguments, tmp_path)[0] == 0
+    [file] = (tmp_path / "arenas").iterdir()
+    assert file.read_text().count("<heap nr=") == 1

@@ -30,7 +30,6 @@ from program import (
 from stream import make_many, serving
 
 import polybeast
-from beast import learner
 
 pytestmark = pytest.mark.whole
 
@@ -186,12 +185,11 @@ def test_servers_that_differ_are_refused_by_name_and_the_rest_go_on(survived):
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
+def train(tmp_path):
     """Return a function that trains in this process, on a server in it; and sees all threads end.
 
     It returns the status and the seeds that the server was asked for.
     """
-    monkeypatch.setattr(learner, "keep_freed_memory", lambda: None)
     before = set(threading.enumerate())
 
     def train(*arguments, env=Catch, num_envs=4):
