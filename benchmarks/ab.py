@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Did a change make a program slower? Whole runs of two checkouts, in alternating pairs.
 
+    python benchmarks/ab.py BEFORE AFTER --all [--pairs 3] [--seconds 20]
     python benchmarks/ab.py BEFORE AFTER [--program polybeast] [--pairs 7] [--seconds 40] [flags]
 
 BEFORE and AFTER are folders of this repository, both built (`make build`); all other flags go to
-the program, in both. Steps/s are counted from the program's logs.csv, after a third of `--seconds`
-to warm up. A pair's runs follow each other, and the order changes from pair to pair, so that a slow
-minute of the machine hits both. CPU time a step, of all processes of a run, says more than steps/s
-where the machine does other things, too. Prints Markdown.
+the program, in both. `--all` goes through SETTINGS, those that README.md and benchmarks/README.md
+speak of: defaults, large batches, precisions, nets; a pair of all takes a quarter of an hour. What
+holds at the defaults need not hold there: blocks of memory grow with the batch.
+
+Steps/s are counted from the program's logs.csv, after a third of `--seconds` to warm up. A pair's
+runs follow each other, and the order changes from pair to pair, so that a slow minute of the
+machine hits both. CPU time a step, of all processes of a run, says more than steps/s where the
+machine does other things, too. Prints Markdown.
 """
 
 import argparse
@@ -26,11 +31,31 @@ from machine import cpu_seconds, descendants, print_header
 START_SECONDS = 300  # that a program may take to its first update, and from one row to the next
 STOP_SECONDS = 30
 PROGRAMS = ["monobeast", "polybeast", "ppo", "gala"]
+SETTINGS = [  # programs and their flags
+    ("monobeast", ""),
+    ("monobeast", "--use_lstm"),
+    ("monobeast", "--precision fp32"),
+    ("monobeast", "--envs_per_actor 32 --batch_size 32"),
+    ("monobeast", "--precision fp32 --envs_per_actor 16 --batch_size 32"),
+    ("polybeast", ""),
+    ("polybeast", "--precision fp32"),
+    ("polybeast", "--envs_per_stream 32 --batch_size 32"),
+    ("polybeast", "--model shallow"),
+    ("polybeast", "--model shallow --envs_per_stream 32 --batch_size 32"),
+    ("ppo", ""),
+    ("ppo", "--num_env_processes 0"),
+    ("ppo", "--env HalfCheetah-v5"),
+    ("gala", ""),
+]
+
+
+class RunFailed(SystemExit):
+    """A program has ended early, or is too slow: a message."""
 
 
 def run_program(script, arguments, seconds):
     """Run a program for a while; return its rows of logs.csv after a third of `seconds`, and its
-    CPU seconds a second meanwhile."""
+    CPU seconds a second meanwhile. Raises RunFailed."""
     with tempfile.TemporaryDirectory() as savedir:
         command = [sys.executable, script, "--savedir", savedir, "--xpid", "benchmark"]
         command += ["--disable_checkpoint", *arguments]
@@ -47,7 +72,8 @@ def run_program(script, arguments, seconds):
                 if len(rows) > num_rows:
                     latest = time.monotonic()
                 if process.poll() is not None or time.monotonic() > latest + START_SECONDS:
-                    sys.exit(f"{output.read_text()}\n{script} has ended or logs nothing: see above")
+                    what = f"{script} has ended or logs nothing: see above"
+                    raise RunFailed(f"{output.read_text()}\n{what}")
                 if rows and seconds_between(rows[0], rows[-1]) >= seconds / 3:
                     with contextlib.suppress(FileNotFoundError):  # a process that has just ended
                         pids = [process.pid, *descendants(process.pid)]
@@ -61,7 +87,7 @@ def run_program(script, arguments, seconds):
                 process.wait()
     warm = [row for row in rows if seconds_between(rows[0], row) >= seconds / 3]
     if len(warm) < 2 or len(samples) < 2:
-        sys.exit(f"{script} has logged too few rows for a rate: give more seconds")
+        raise RunFailed(f"{script} has logged too few rows for a rate: give more seconds")
     (begin, before), (end, after) = samples[0], samples[-1]
     return warm, (after - before) / (end - begin)
 
@@ -87,40 +113,60 @@ def spread(values, form):
     return "{} ({} to {})".format(*values)
 
 
+def compare(options, program, arguments):
+    """Run alternating pairs; print a table's row for each, and last one of medians and spreads."""
+    rates, costs = {"before": [], "after": []}, {"before": [], "after": []}
+    setting = " ".join([f"{program}.py", *arguments])
+    for pair in range(options.pairs):
+        for name in ("before", "after") if pair % 2 == 0 else ("after", "before"):
+            script = getattr(options, name) / f"{program}.py"
+            rows, cores = run_program(script, arguments, options.seconds)
+            rates[name].append(steps_per_second(rows))
+            costs[name].append(1e6 * cores / rates[name][-1])
+        if not options.all:
+            cells = [str(pair + 1)]
+            for values, form in ((rates, ",.1f"), (costs, ",.0f")):
+                before, after = values["before"][-1], values["after"][-1]
+                cells += [f"{before:{form}}", f"{after:{form}}", f"{after / before:.3f}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
+    cells = [f"`{setting}`"]
+    for values, form in ((rates, ",.1f"), (costs, ",.0f")):
+        ratios = [a / b for b, a in zip(values["before"], values["after"], strict=True)]
+        cells += [spread(values["before"], form), spread(values["after"], form)]
+        cells += [spread(ratios, ".3f")]
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("before", type=pathlib.Path, help="folder of the old checkout")
     parser.add_argument("after", type=pathlib.Path, help="folder of the new one")
+    parser.add_argument("--all", action="store_true", help="all of SETTINGS, of all programs")
     parser.add_argument("--program", default="monobeast", choices=PROGRAMS)
-    parser.add_argument("--pairs", type=int, default=7, help="(default: 7)")
-    parser.add_argument("--seconds", type=float, default=40, help="of a run (default: 40)")
+    parser.add_argument("--pairs", type=int, help="(default: 7; with --all 3)")
+    parser.add_argument("--seconds", type=float, help="of a run (default: 40; with --all 20)")
     options, arguments = parser.parse_known_args()
+    options.pairs = options.pairs or (3 if options.all else 7)
+    options.seconds = options.seconds or (20 if options.all else 40)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that programs are ended, too
     print_header()
     for name, folder in (("before", options.before), ("after", options.after)):
         command = ["git", "-C", folder, "describe", "--always", "--dirty"]
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
         print(f"- {name}: {commit or folder}")
-    columns = ["pair", "before, steps/s", "after", "ratio"]
+    print(f"- medians (lowest to highest) of {options.pairs} pairs of {options.seconds:.0f} s")
+    columns = ["pair" if not options.all else "setting", "before, steps/s", "after", "ratio"]
     columns += ["before, CPU us a step", "after", "ratio"]
     print(f"\n| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|", flush=True)
-    rates, costs = {"before": [], "after": []}, {"before": [], "after": []}
-    for pair in range(options.pairs):
-        for name in ("before", "after") if pair % 2 == 0 else ("after", "before"):
-            script = getattr(options, name) / f"{options.program}.py"
-            rows, cores = run_program(script, arguments, options.seconds)
-            rates[name].append(steps_per_second(rows))
-            costs[name].append(1e6 * cores / rates[name][-1])
-        cells = [str(pair + 1)]
-        for values, form in ((rates, ",.1f"), (costs, ",.0f")):
-            before, after = values["before"][-1], values["after"][-1]
-            cells += [f"{before:{form}}", f"{after:{form}}", f"{after / before:.3f}"]
-        print(f"| {' | '.join(cells)} |", flush=True)
-    print(f"\n- {options.program}, median (lowest to highest) of {options.pairs} pairs")
-    for what, values, form in (("steps/s", rates, ",.1f"), ("CPU us a step", costs, ",.0f")):
-        ratios = [a / b for b, a in zip(values["before"], values["after"], strict=True)]
-        before, after = (spread(values[name], form) for name in ("before", "after"))
-        print(f"- {what}: before {before}, after {after}; after / before {spread(ratios, '.3f')}")
+    settings = SETTINGS if options.all else [(options.program, "")]
+    for program, flags in settings:
+        try:
+            compare(options, program, [*flags.split(), *arguments])
+        except RunFailed as error:  # a package is missing, or an older checkout lacks a flag
+            if not options.all:
+                raise
+            print(error, file=sys.stderr)
+            print(f"| `{program}.py {flags}` failed | | | | | | |", flush=True)
 
 
 if __name__ == "__main__":
