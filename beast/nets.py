@@ -16,6 +16,7 @@ from beast.spaces import count_actions, empty_actions, empty_observation
 from libtorchbeast.rows import DTYPES
 
 LOWEST = torch.finfo(torch.float32).min  # finite, or checkpoints may be refused
+STORED = {"policy_version", "actor"}  # with the rows and outputs of a rollout
 T, B = 2, 3  # of the sample: with T = B = 1 a transposed or flattened answer would pass
 
 
@@ -77,11 +78,11 @@ def _check_outputs(outputs, rows, action_space, where):
         if not isinstance(outputs[name], torch.Tensor):
             kind = type(outputs[name]).__name__
             raise FlagError(f"the output {name!r} of {where} should be a tensor, but is a {kind}")
-    action, taken = outputs["action"], rows["last_action"]
-    if action.shape != taken.shape or action.is_floating_point() != taken.is_floating_point():
+    action, like = outputs["action"], rows["last_action"]
+    if action.shape != like.shape or action.is_floating_point() != like.is_floating_point():
         raise FlagError(
             f"for rows of T = {T}, B = {B} {where} chooses actions {list(action.shape)} of "
-            f"{action.dtype}, but the environment takes {list(taken.shape)} of {taken.dtype} "
+            f"{action.dtype}, but the environment takes {list(like.shape)} of {like.dtype} "
             "([T, B, parts], without parts where actions are Discrete): edit the net and the "
             "losses (docs/action_spaces.md)"
         )
@@ -98,6 +99,20 @@ def _check_outputs(outputs, rows, action_space, where):
             f"for rows of T = {T}, B = {B} the policy_logits of {where} should have the shape "
             f"[{T}, {B}, {num_actions if is_discrete else '...'}], but have {list(logits.shape)}"
         )
+    taken = rows.keys() | STORED
+    for name, output in outputs.items():  # all are stored beside the row
+        if name in taken:
+            raise FlagError(
+                f"{where} has an output named {name!r}, which would replace the environment's: "
+                f"rename it; taken are {', '.join(sorted(taken))}"
+            )
+        shape = getattr(output, "shape", ())
+        if shape[:2] != (T, B):
+            raise FlagError(
+                f"for rows of T = {T}, B = {B} the output {name!r} of {where} should be a tensor "
+                f"[{T}, {B}, ...], but is {list(shape) or type(output).__name__}: return only "
+                "what is to be stored in rollouts"
+            )
 
 
 def _check_state(state, new_state, where):

@@ -224,6 +224,13 @@ NUMBERS = r"for rows of T = 2, B = 3 "
          "a dict of outputs and a new state, .* a list"),
         (lambda outputs, state: (outputs | {"baseline": None}, state),
          "'baseline' of .* should be a tensor, but is a NoneType"),
+        (lambda outputs, state: (outputs | {"reward": outputs["baseline"]}, state),
+         r"Changed in .* has an output named 'reward', .*: rename it; taken are actor, done, "),
+        (lambda outputs, state: (outputs | {"policy_version": outputs["baseline"]}, state),
+         "an output named 'policy_version'"),
+        (lambda outputs, state: (outputs | {"features": outputs["baseline"].flatten()}, state),
+         r"the output 'features' of .* should be a tensor \[2, 3, ...\], but is \[6\]"),
+        (lambda outputs, state: (outputs | {"features": None}, state), "but is NoneType: return "),
         (lambda outputs, state: outputs, r"Changed in .*test_nets.py cannot answer rows of T = 2, "
          r"B = 3 .*\(ValueError: too many values to unpack"),
         (lambda outputs, state: (outputs, state[:1]), "returns a state unlike its initial_state"),
