@@ -39,20 +39,20 @@ from beast.agent_memory import AgentMemory, make_equal
 from beast.agents import Agents
 from beast.collect import collect
 from beast.consensus import Consensus, flatten
-from beast.environments import Environments, try_out
+from beast.environments import Environments, map_nest, try_out
 from beast.errors import FlagError
 from beast.flags import add_run_flags, parse_flags, run_program
 from beast.fork_server import start_fork_server
 from beast.learner import Learner, create_state, get_device, raise_squares
 from beast.machine import count_cores, keep_freed_memory
 from beast.metrics import is_finite, to_floats
-from beast.nets import Population, create_net
+from beast.nets import Population, create_net, find_image, scale_image
+from beast.normalizer import OneHot
 from beast.parallel_environments import ParallelEnvironments
 from beast.parser import Parser, fraction, non_negative, positive
 from beast.precision import autocast, choose_precision, to_float32
 from beast.randomness import make_deterministic, seed_generators
 from beast.run import Run
-from beast.spaces import is_channels_last
 from beast.threads import Threads
 from beast.weights import Version
 from libtorchbeast.rows import draw_seeds
@@ -143,14 +143,13 @@ def initialize(layers, gain):
     return layers
 
 
-def image_trunk(shape):
-    """Return convolutions for images [C, H, W] or [H, W, C], and their number of features."""
-    channels, *size = (shape[-1], *shape[:-1]) if is_channels_last(shape) else shape
-    sample = torch.zeros(1, channels, *size)
-    if min(size) >= 36:
-        layers, num_features = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
+def image_trunk(image):
+    """Return convolutions for images [C, H, W], an Image, and their number of features."""
+    sample = torch.zeros(1, image.channels, image.height, image.width)
+    if min(image.height, image.width) >= 36:
+        layers, num_features = [(image.channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
     else:  # MinAtar's 10 x 10
-        layers, num_features = [(channels, 16, 3, 1)], 128
+        layers, num_features = [(image.channels, 16, 3, 1)], 128
     trunk = nn.Sequential()
     for num_inputs, num_filters, width, stride in layers:
         conv = CenteredConv2d if len(layers) > 1 and not len(trunk) else nn.Conv2d
@@ -165,31 +164,23 @@ def vector_trunk(num_inputs):
     return initialize(nn.Sequential(*layers), 2**0.5)
 
 
-def scale_image(x):
-    """Return images as [N, C, H, W], bytes scaled to [0, 1], in the dtype of the convolutions."""
-    scale = 255 if x.dtype == torch.uint8 else 1
-    if is_channels_last(x.shape[1:]):
-        x = x.movedim(-1, 1)
-    enabled = torch.is_autocast_enabled(x.device.type)
-    x = x.to(torch.get_autocast_dtype(x.device.type) if enabled else torch.float32)
-    return x.contiguous(memory_format=torch.channels_last) / scale
-
-
 class Net(nn.Module):
-    """Policy and baseline: convolutions for images, two perceptrons for vectors.
+    """Policy and baseline: convolutions for images, two perceptrons for all else, as a vector.
 
     With one perceptron for both, the baseline's large errors shape it, and CartPole stays at 67.
     """
 
     def __init__(self, observation_space, num_actions):
         super().__init__()
-        shape = observation_space.shape
-        self.is_image = len(shape or ()) == 3 and observation_space.dtype.kind in "bu"
-        if not self.is_image and len(shape or ()) != 1:
-            raise ValueError("this net is for vectors, and for images of bytes or bools")
+        self.image = find_image(observation_space)
+        self.is_image = self.image is not None
         self.knows_bf16 = self.is_image  # its last layers stay in float32
-        self.trunk, size = image_trunk(shape) if self.is_image else (vector_trunk(shape[0]), 64)
-        self.baseline_trunk = None if self.is_image else vector_trunk(shape[0])
+        if self.is_image:
+            self.trunk, size = image_trunk(self.image)
+        else:
+            self.one_hot = OneHot(observation_space)
+            self.trunk, size = vector_trunk(self.one_hot.size), 64
+            self.baseline_trunk = vector_trunk(self.one_hot.size)
         self.policy, self.baseline = nn.Linear(size, num_actions), nn.Linear(size, 1)
         initialize([self.policy], 0.01)
         initialize([self.baseline], 1.0)
@@ -202,15 +193,15 @@ class Net(nn.Module):
         """Compute action, policy logits and baseline for each row.
 
         Args:
-          inputs: rows as a dict of [T, N, ...] tensors, of which frame counts.
+          inputs: rows as a dict of [T, N, ...] tensors; frame counts.
 
         Returns:
           A dict of policy_logits [T, N, A], baseline [T, N] and action [T, N] (sampled in training
           mode, else the most probable), and the state, which is ().
         """
-        T, N = inputs["frame"].shape[:2]
-        x = inputs["frame"].flatten(0, 1)
-        x = scale_image(x) if self.is_image else x.float()
+        T, N = inputs["done"].shape
+        frame = map_nest(lambda x: x.flatten(0, 1), inputs["frame"])
+        x = scale_image(frame, self.image) if self.is_image else self.one_hot(frame)
         features = self.trunk(x)
         baseline_features = features if self.is_image else self.baseline_trunk(x)
         # Probabilities and values are computed in full precision.

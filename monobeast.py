@@ -33,7 +33,7 @@ from torch import nn
 
 import atari_wrappers
 import vtrace
-from beast import diagnostics, evaluate
+from beast import diagnostics, evaluate, nets
 from beast.actors import Actors
 from beast.ale_vector import AtariEnvironments
 from beast.environments import Environments, map_nest, try_out
@@ -43,7 +43,6 @@ from beast.learner import Learner, get_device
 from beast.learner_group import ALONE
 from beast.machine import choose_actors, count_cores
 from beast.metrics import is_finite, to_floats
-from beast.nets import create_net
 from beast.parser import Parser, fraction, non_negative, positive
 from beast.precision import autocast, choose_precision, to_float32
 from beast.randomness import make_deterministic, seed_generators
@@ -144,10 +143,12 @@ class AtariNet(nn.Module):
 
     def __init__(self, observation_space, num_actions, use_lstm=False):
         super().__init__()
-        shape = observation_space.shape
+        self.image = nets.find_image(observation_space)
+        if self.image is None:
+            raise ValueError("this net is for images of bytes, or of other bounded integers")
         self.num_actions = num_actions
         self.conv = nn.Sequential(
-            CenteredConv2d(shape[0], 32, kernel_size=8, stride=4),
+            CenteredConv2d(self.image.channels, 32, kernel_size=8, stride=4),
             nn.ReLU(inplace=True),
             nn.Conv2d(32, 64, kernel_size=4, stride=2),
             nn.ReLU(inplace=True),
@@ -155,7 +156,7 @@ class AtariNet(nn.Module):
             nn.ReLU(inplace=True),
         )
         with torch.no_grad():
-            num_features = self.conv(torch.zeros(1, *shape)).numel()
+            num_features = self.conv(torch.zeros(1, *self.image[:3])).numel()
         self.fc = nn.Linear(num_features, 512)
         core_size = 512 + num_actions + 1
         self.lstm = nn.LSTM(core_size, 256) if use_lstm else None
@@ -188,10 +189,7 @@ class AtariNet(nn.Module):
           A dict of policy_logits [T, B, A], baseline [T, B] and action [T, B] (sampled in training
           mode, else the most probable), and the recurrent state after the last row.
         """
-        x = inputs["frame"].flatten(0, 1)  # [T * B, C, H, W]
-        if torch.is_autocast_enabled(x.device.type):  # at once, instead of by way of float32
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        x = x.contiguous(memory_format=torch.channels_last) / 255
+        x = nets.scale_image(inputs["frame"].flatten(0, 1), self.image)  # [T * B, C, H, W]
         x = self.conv(x).permute(0, 2, 3, 1)  # as it lies in memory: no copy, and none backward
         x = F.relu(self.fc(x.flatten(1)))
         # Probabilities and values are computed in full precision.
@@ -425,7 +423,7 @@ def train(flags):
         try_out(sample)
         flags.frames_per_step = sample.frame_skip
         spaces = sample.observation_space, sample.action_space
-        model, (rows, outputs, state) = create_net(Net, *spaces, **net_arguments(flags))
+        model, (rows, outputs, state) = nets.create_net(Net, *spaces, **net_arguments(flags))
     weights = SharedWeights(model)
     # Fewer actors, where /dev/shm is small.
     buffers = create_buffers(flags, rows, outputs, state)

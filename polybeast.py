@@ -34,7 +34,7 @@ from torch import nn
 
 import atari_wrappers
 import vtrace
-from beast import diagnostics, evaluate, servers
+from beast import diagnostics, evaluate, nets, servers
 from beast.cuda import DeviceCopies
 from beast.environments import map_nest
 from beast.errors import FlagError
@@ -43,7 +43,6 @@ from beast.learner import Learner, get_device
 from beast.learner_group import ALONE
 from beast.machine import choose_servers, count_cores
 from beast.metrics import is_finite, to_floats
-from beast.nets import create_net
 from beast.parser import Parser, fraction, non_negative, positive
 from beast.precision import autocast, choose_precision, to_float32
 from beast.randomness import seed_generators
@@ -164,11 +163,14 @@ class AtariNet(nn.Module):
 
     def __init__(self, observation_space, num_actions, use_lstm=False, model="deep"):
         super().__init__()
-        shape = observation_space.shape
+        self.image = nets.find_image(observation_space)
+        if self.image is None:
+            raise ValueError("this net is for images of bytes, or of other bounded integers")
         self.num_actions = num_actions
-        self.conv = deep_trunk(shape[0]) if model == "deep" else shallow_trunk(shape[0])
+        trunk = deep_trunk if model == "deep" else shallow_trunk
+        self.conv = trunk(self.image.channels)
         with torch.no_grad():
-            num_features = self.conv(torch.zeros(1, *shape)).numel()
+            num_features = self.conv(torch.zeros(1, *self.image[:3])).numel()
         hidden_size = 256 if model == "deep" else 512
         self.fc = nn.Linear(num_features, hidden_size)
         core_size = hidden_size + num_actions + 1
@@ -203,10 +205,7 @@ class AtariNet(nn.Module):
           A dict of policy_logits [T, B, A], baseline [T, B] and action [T, B] (sampled in training
           mode, else the most probable), and the recurrent state after the last row.
         """
-        x = inputs["frame"].flatten(0, 1)  # [T * B, C, H, W]
-        if torch.is_autocast_enabled(x.device.type):  # at once, instead of by way of float32
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        x = x.contiguous(memory_format=torch.channels_last) / 255
+        x = nets.scale_image(inputs["frame"].flatten(0, 1), self.image)  # [T * B, C, H, W]
         x = self.conv(x).permute(0, 2, 3, 1)  # as it lies in memory: no copy, and none backward
         x = F.relu(self.fc(x.flatten(1)))
         # Probabilities and values are computed in full precision.
@@ -430,7 +429,7 @@ def train(flags):
     with servers.connect(flags, ENV_SCRIPT) as env_servers:
         servers.adopt_env(flags, env_servers)
         spaces = env_servers.observation_space, env_servers.action_space
-        model, _ = create_net(Net, *spaces, **net_arguments(flags))
+        model, _ = nets.create_net(Net, *spaces, **net_arguments(flags))
         initial_state = model.initial_state(1)
         optimizer, decay = create_optimizer(flags, model.to(device))
         learner = Learner(model, optimizer, decay, LocalWeights(model))

@@ -43,13 +43,12 @@ from beast.flags import add_run_flags, parse_flags, run_program
 from beast.learner import Learner, get_device
 from beast.machine import count_cores
 from beast.metrics import mean_floats, to_floats
-from beast.nets import create_net
-from beast.normalizer import Normalizer, RewardScaler
+from beast.nets import create_net, find_image, scale_image
+from beast.normalizer import Normalizer, OneHot, RewardScaler, flatten
 from beast.parser import Parser, fraction, non_negative, positive
 from beast.precision import autocast, choose_precision, to_float32
 from beast.randomness import make_deterministic, seed_generators
 from beast.run import Run
-from beast.spaces import is_channels_last
 from beast.threads import Threads
 from beast.weights import Version
 from libtorchbeast.rows import draw_seeds
@@ -169,14 +168,13 @@ def initialize(layers, gain):
     return layers
 
 
-def image_trunk(shape):
-    """Return convolutions for images [C, H, W] or [H, W, C], and their number of features."""
-    channels, *size = (shape[-1], *shape[:-1]) if is_channels_last(shape) else shape
-    sample = torch.zeros(1, channels, *size)
-    if min(size) >= 36:
-        layers, num_features = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
+def image_trunk(image):
+    """Return convolutions for images [C, H, W], an Image, and their number of features."""
+    sample = torch.zeros(1, image.channels, image.height, image.width)
+    if min(image.height, image.width) >= 36:
+        layers, num_features = [(image.channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
     else:  # MinAtar's 10 x 10
-        layers, num_features = [(channels, 16, 3, 1)], 128
+        layers, num_features = [(image.channels, 16, 3, 1)], 128
     trunk = nn.Sequential()
     for num_inputs, num_filters, width, stride in layers:
         conv = CenteredConv2d if len(layers) > 1 and not len(trunk) else nn.Conv2d
@@ -191,29 +189,12 @@ def vector_trunk(num_inputs):
     return initialize(nn.Sequential(*layers), 2**0.5)
 
 
-def scale_image(x):
-    """Return images as [N, C, H, W], bytes scaled to [0, 1], in the dtype of the convolutions."""
-    scale = 255 if x.dtype == torch.uint8 else 1
-    if is_channels_last(x.shape[1:]):
-        x = x.movedim(-1, 1)
-    enabled = torch.is_autocast_enabled(x.device.type)
-    x = x.to(torch.get_autocast_dtype(x.device.type) if enabled else torch.float32)
-    return x.contiguous(memory_format=torch.channels_last) / scale
-
-
-def flatten(frame):
-    """Return a nest of [N, ...] as floats [N, inputs]."""
-    parts = []
-    map_nest(lambda x: parts.append(x.reshape(len(x), -1).float()), frame)
-    return torch.cat(parts, dim=1)
-
-
 class Net(nn.Module):
     """Policy and baseline: convolutions for images, else a perceptron each, or a GRU on one.
 
     Args:
-      observation_space: a Box, or a nest of Boxes; one of three dimensions and of bytes or bools is
-        an image.
+      observation_space: find_image says what is an image; nests, too, are vectors, in which
+        Discrete parts are one-hot.
       num_actions: of a Discrete action space; with `continuous` the parts of a Box.
       use_gru: whether a GRU follows, which policy and baseline share.
     """
@@ -221,17 +202,17 @@ class Net(nn.Module):
     def __init__(self, observation_space, num_actions, continuous=False, use_gru=False):
         super().__init__()
         self.continuous = continuous
-        shape = observation_space.shape
-        self.is_image = len(shape or ()) == 3 and observation_space.dtype.kind in "bu"
+        self.image = find_image(observation_space)
+        self.is_image = self.image is not None
         self.knows_bf16 = self.is_image  # its last layers stay in float32
         if self.is_image:
-            self.trunk, size = image_trunk(shape)
+            self.trunk, size = image_trunk(self.image)
             self.baseline_trunk = None  # trunk serves both
         else:
-            num_inputs = gym.spaces.flatdim(observation_space)
-            self.normalizer = Normalizer(num_inputs)
-            self.trunk, size = vector_trunk(num_inputs), 64
-            self.baseline_trunk = None if use_gru else vector_trunk(num_inputs)
+            one_hot = OneHot(observation_space)
+            self.normalizer = Normalizer(one_hot.size, encode=one_hot)
+            self.trunk, size = vector_trunk(one_hot.size), 64
+            self.baseline_trunk = None if use_gru else vector_trunk(one_hot.size)
         self.reward_scaler = RewardScaler()  # for --reward_scaling std
         self.gru = nn.GRU(size, 256) if use_gru else None
         size = 256 if use_gru else size
@@ -261,7 +242,7 @@ class Net(nn.Module):
         """
         T, N = inputs["done"].shape
         frame = map_nest(lambda x: x.flatten(0, 1), inputs["frame"])
-        x = scale_image(frame) if self.is_image else self.normalizer(flatten(frame))
+        x = scale_image(frame, self.image) if self.is_image else self.normalizer(flatten(frame))
         features = self.trunk(x)
         baseline_features = features if self.baseline_trunk is None else self.baseline_trunk(x)
         # Probabilities and values are computed in full precision.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creating a net for an environment, and checking that they fit; the nets of several agents."""
+"""Creating a net for an environment, and checking that they fit; images; nets of several agents."""
 
 import copy
 import inspect
+from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -17,6 +18,7 @@ from libtorchbeast.rows import DTYPES
 
 LOWEST = torch.finfo(torch.float32).min  # finite, or checkpoints may be refused
 STORED = {"policy_version", "actor"}  # with the rows and outputs of a rollout
+LARGEST_PIXEL = 2**16 - 1  # beyond it, bounds say what a dtype can hold, not what pixels are
 T, B = 2, 3  # of the sample: with T = B = 1 a transposed or flattened answer would pass
 
 
@@ -137,6 +139,72 @@ def _check_state(state, new_state, where):
         if isinstance(error, FlagError):
             raise
         raise FlagError(f"{where} returns a state unlike its initial_state: {error!r}") from error
+
+
+class Image(NamedTuple):
+    channels: int
+    height: int
+    width: int
+    is_channels_last: bool  # [H, W, C], not [C, H, W]
+    scale: float  # the largest absolute value of a pixel
+
+
+def find_image(space, channels_last=None):
+    """Return the Image that observations of a space are; None where they are none.
+
+    Images are Boxes of integers or bools of three dimensions. Where two sides are equal, the third
+    one is the channels; where all are, they are last, as Gymnasium's and MinAtar's. Else they are
+    the shorter end, if it is clearly shorter.
+
+    Args:
+      channels_last: whether an image is [H, W, C], where its shape does not show it.
+
+    Raises:
+      ValueError: the space does not show where the channels are, or how large pixels can be.
+    """
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 3:
+        return None
+    if space.dtype.kind not in "biu":
+        return None
+    first, middle, last = space.shape
+    end, other = sorted((first, last))
+    if channels_last is None:
+        if middle in (first, last):
+            channels_last = middle == first
+        elif end < middle and (end <= 4 < other or 2 * end <= min(middle, other)):
+            channels_last = last == end
+        else:
+            raise ValueError(
+                f"the channels of {space} may be first or last: in the net, call "
+                "find_image(observation_space, channels_last=True), or False"
+            )
+    scale = max(np.abs(bound.astype(np.float64)).max() for bound in (space.low, space.high))
+    if scale > LARGEST_PIXEL:
+        raise ValueError(
+            f"the pixels of {space} may be as large as {scale:.3g}, so their scale is not known: "
+            "give the Box the bounds of what it holds"
+        )
+    channels, *size = (last, first, middle) if channels_last else space.shape
+    return Image(channels, *size, channels_last, float(scale) or 1.0)
+
+
+def scale_image(x, image=None):
+    """Return images [N, ...] as [N, C, H, W], at most 1, in the dtype of the convolutions.
+
+    Args:
+      image: of find_image; by default that of whatever x's shape and dtype can hold.
+    """
+    if image is None:
+        dtype = torch.empty(0, dtype=x.dtype).numpy().dtype
+        low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        image = find_image(gym.spaces.Box(low, high, tuple(x.shape[1:]), dtype))
+    if image.is_channels_last:
+        x = x.movedim(-1, 1)
+    if torch.is_autocast_enabled(x.device.type):  # at once, instead of by way of float32
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    elif x.dtype != torch.uint8:  # of which a copy is smaller
+        x = x.float()
+    return x.contiguous(memory_format=torch.channels_last) / image.scale
 
 
 class Population(torch.nn.Module):

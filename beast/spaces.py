@@ -9,11 +9,6 @@ import numpy as np
 from beast.errors import EnvError
 
 
-def is_channels_last(shape):
-    """Return whether an image is [H, W, C], as Gymnasium's and MinAtar's are, and not [C, H, W]."""
-    return shape[-1] <= shape[0]
-
-
 def empty_observation(space, num_envs, path="observation"):
     """Return a nest of zeros [num_envs, ...] that holds a batch of observations of `space`."""
     if isinstance(space, gym.spaces.Dict):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What MonoBeast's Atari network promises, and which nets are refused for an environment."""
+"""What the programs' nets promise, and which nets are refused for an environment."""
 
 import inspect
 
@@ -10,9 +10,14 @@ import torch
 from catch import AtariNet
 from catch import Net as CatchNet
 
+import gala
+import polybeast
+import ppo
 from beast import nets
+from beast.environments import map_nest
 from beast.errors import FlagError
-from beast.nets import create_net
+from beast.nets import create_net, find_image, sample_rows, scale_image
+from beast.normalizer import OneHot
 
 T, B, A = 6, 3, 5
 SPACE = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -168,7 +173,9 @@ def test_a_net_is_created_with_its_answer_to_sample_rows(use_lstm):
         FEATURES,
         gym.spaces.Box(0, 255, (84, 84), np.uint8),
         gym.spaces.Box(0, 255, (4, 35, 84), np.uint8),
-        gym.spaces.Box(0, 255, (84, 84, 4), np.uint8),  # channels last
+        gym.spaces.Box(0, 255, (84, 90, 80), np.uint8),  # channels first or last
+        gym.spaces.Box(0, 2**63 - 1, (4, 84, 84), np.int64),  # pixels without bounds
+        gym.spaces.Box(0, 1, (4, 84, 84)),
         gym.spaces.Discrete(5),
         gym.spaces.Dict(frame=SPACE),
     ],
@@ -274,3 +281,117 @@ def test_a_net_of_other_actions_than_those_of_the_environment_is_refused():
             create_net(Net, FEATURES, space)
         with pytest.raises(FlagError, match="AtariNet in "):
             create_net(AtariNet, SPACE, space)
+
+
+NETS = {
+    "monobeast": AtariNet,
+    "polybeast": polybeast.AtariNet,
+    "ppo": ppo.Net,
+    "gala": gala.Net,
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels"),
+    [
+        *(((8, 8, 111), 111), ((111, 8, 8), 111), ((9, 9, 17), 17), ((17, 9, 9), 17)),
+        *(((96, 96, 40), 40), ((84, 84, 83), 83), ((1, 5, 5), 1), ((10, 10, 10), 10)),
+        *(((210, 160, 3), 3), ((12, 210, 160), 12), ((6, 5, 3), 3), ((3, 128, 400), 3)),
+        *(((10, 9, 14), None), ((96, 90, 80), None), ((3, 5, 4), None), ((3, 64, 3), None)),
+    ],
+)
+def test_channels_are_the_odd_side_or_the_clearly_shorter_end_and_else_asked_for(shape, channels):
+    space = gym.spaces.Box(0, 1, shape, np.uint8)
+    if channels is not None:
+        image = find_image(space)
+        assert image.channels == channels
+        assert image.is_channels_last == (shape[2] == channels)
+    else:
+        with pytest.raises(ValueError, match=r"find_image\(observation_space, channels_last=True"):
+            find_image(space)
+        assert find_image(space, channels_last=True)[:3] == (shape[2], *shape[:2])
+        assert find_image(space, channels_last=False)[:3] == shape
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "dtype", "scale"),
+    [(0, 255, np.uint8, 255), (0, 1, bool, 1), (0, 1, np.uint8, 1), (0, 65535, np.uint16, 65535),
+     (-128, 127, np.int8, 128), (0, 10, np.int64, 10), (0, 2**32 - 1, np.uint32, "not known"),
+     (-(2**63), 5, np.int64, "not known"), (0, 255, np.float32, None)],
+)  # fmt: skip
+@pytest.mark.parametrize("net_class", NETS.values(), ids=NETS)
+def test_pixels_are_scaled_by_their_bounds(net_class, low, high, dtype, scale):
+    space = gym.spaces.Box(low, high, (40, 40, 3), dtype)
+    if not isinstance(scale, int):
+        if scale or net_class.__name__ == "AtariNet":
+            with pytest.raises(ValueError, match=scale or "for images"):
+                net_class(space, 2)
+        else:
+            assert not net_class(space, 2).is_image
+        return
+    net = net_class(space, 2)
+    x = scale_image(torch.from_numpy(np.full((2, *space.shape), high, dtype)), net.image)
+    assert x.shape == (2, 3, 40, 40) and x.dtype == torch.float32
+    assert (x == high / scale).all()
+
+
+@pytest.mark.parametrize("net_class", NETS.values(), ids=NETS)
+def test_an_image_is_the_same_with_its_channels_first_or_last(net_class):
+    frame, answers = torch.randint(256, (2, 3, 40, 40, 40 + 8), dtype=torch.uint8), []
+    for channels_last in (True, False):
+        x = frame if channels_last else frame.movedim(-1, 2)
+        space = gym.spaces.Box(0, 255, tuple(x.shape[2:]), np.uint8)
+        torch.manual_seed(0)
+        net = net_class(space, 2)
+        answers.append(
+            net(sample_rows(space, gym.spaces.Discrete(2)) | {"frame": x}, ())[0]["policy_logits"]
+        )
+    torch.testing.assert_close(*answers)
+
+
+def test_choices_are_one_hot_wherever_they_are_in_a_nest():
+    parts = [gym.spaces.MultiDiscrete([[2], [3]], start=[[0], [5]]), gym.spaces.Box(0, 9, (2,))]
+    space = gym.spaces.Dict(
+        a=gym.spaces.Discrete(3, start=-1),
+        b=gym.spaces.Tuple([*parts, gym.spaces.MultiBinary(2)]),
+        c=gym.spaces.Discrete(2, start=2**40),
+        d=gym.spaces.Box(0, 9, (), np.int64),
+    )
+    frame = {
+        "a": torch.tensor([-1, 1]),
+        "b": (
+            torch.tensor([[[1], [5]], [[0], [7]]]),
+            torch.tensor([[0.5, 7], [2, 3]]),
+            torch.tensor([[1, 0], [0, 1]], dtype=torch.int8),
+        ),
+        "c": torch.tensor([2**40 + 1, 2**40]),
+        "d": torch.tensor([8, 9]),
+    }
+    one_hot = OneHot(space)
+    assert one_hot(frame).tolist() == [
+        [*(1, 0, 0), *(0, 1, 1, 0, 0), *(0.5, 7), *(1, 0), *(0, 1), 8],
+        [*(0, 0, 1), *(1, 0, 0, 0, 1), *(2, 3), *(0, 1), *(1, 0), 9],
+    ]
+    assert one_hot.size == 15 and not one_hot.state_dict()
+
+
+@pytest.mark.parametrize("program", [ppo, gala])
+@pytest.mark.parametrize(
+    "space",
+    [gym.spaces.Discrete(16), gym.spaces.MultiDiscrete([4, 4]), gym.spaces.Box(0, 1, (2, 3)),
+     gym.spaces.Tuple([gym.spaces.Discrete(32), gym.spaces.Dict(a=gym.spaces.Discrete(2))])],
+    ids=str,
+)  # fmt: skip
+def test_nets_tell_choices_apart(program, space):
+    net, (rows, _, _) = create_net(program.Net, space, gym.spaces.Discrete(2))
+    frames = map_nest(lambda x: torch.zeros_like(x[:1]), rows["frame"])
+    map_nest(lambda x: x.view(3, -1)[1:, :1].copy_(torch.tensor([[1], [3]])), frames)
+    rows = {key: value[:1] for key, value in rows.items()} | {"frame": frames}
+    x = (net.one_hot if program is gala else net.normalizer)(
+        map_nest(lambda x: x.flatten(0, 1), frames)
+    )
+    assert x.shape == (3, gym.spaces.flatdim(space)) and len(x.unique(dim=0)) == 3
+    if not isinstance(space, gym.spaces.Box):
+        assert set(x.unique().tolist()) == {0, 1}
+    logits = net(rows, ())[0]["baseline"][0]
+    assert len(logits.unique()) == 3
