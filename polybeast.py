@@ -264,7 +264,9 @@ def compute_baseline_loss(advantages, mask):
 def compute_entropy_loss(logits, mask):
     """Return the negative entropy."""
     log_policy = F.log_softmax(logits, dim=-1)
-    return torch.sum(torch.where(mask, torch.sum(log_policy.exp() * log_policy, dim=-1), 0))
+    # Finite, since 0 * -inf, of an action that is masked out, would be NaN.
+    finite = log_policy.clamp(min=torch.finfo(log_policy.dtype).min)
+    return torch.sum(torch.where(mask, torch.sum(log_policy.exp() * finite, dim=-1), 0))
 
 
 def compute_loss(flags, model, batch, initial_agent_state):

@@ -181,6 +181,21 @@ def test_gradient_is_clipped_to_its_norm_and_keeps_its_direction():
     assert metrics["grad_norm"] == pytest.approx(full.norm().item())  # as it was
 
 
+def test_an_action_with_a_logit_of_minus_infinity_is_as_one_of_no_probability():
+    results = []
+    for forbidden in (-math.inf, -1e9):
+        stream, model = random_stream(0, 2 * T + 1)
+        end_episode(stream, 3, "truncated")
+        stream["action"] %= A - 1
+        stream["policy_logits"][:, -1] = model.policy_logits.data[:, -1] = forbidden
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        flags = make_flags(entropy_cost=0.3)
+        metrics = monobeast.learn(flags, model, rollouts(stream), (), optimizer)
+        assert is_finite(metrics) and metrics["behavior_target_kl"] > 0
+        results.append([metrics, model.policy_logits.grad, model.baseline.data])
+    torch.testing.assert_close(*results)
+
+
 def test_learn_takes_one_step_of_the_optimizer_each_time():
     stream, model = random_stream(0, T + 1)
     flags, batch = make_flags(grad_norm_clipping=1e9), rollouts(stream)
