@@ -8,6 +8,8 @@ import torch
 from beast.atomic_files import replace_file
 from beast.environments import map_nest
 
+LARGE = 1e6
+
 
 def save(folder, name, batch, update):
     """Save a Batch and the metrics of its update; return where it is, or why it is nowhere.
@@ -26,3 +28,11 @@ def save(folder, name, batch, update):
     except OSError as error:  # which must not hide what ends the run
         return f"could not be written into {path} ({error.strerror or error})"
     return f"is in {path}"
+
+
+def suspects(batch):
+    """Say which rows and outputs of a Batch have numbers that are not finite, or are very large."""
+    names = set()
+    for name, nest in batch.cpu_rows.items():
+        map_nest(lambda x, name=name: (x.double().abs() <= LARGE).all() or names.add(name), nest)
+    return f"Beyond {LARGE:g} or not finite in it: {', '.join(sorted(names)) or 'nothing'}"

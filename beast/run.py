@@ -316,8 +316,10 @@ class Run:
         where = bad_batch.save(self.path, self._group.name, batch, update)
         raise FloatingPointError(
             f"{most} updates in a row were not finite, the last one with {values}. The "
-            f"batch {where}, of {batch.sources}; the checkpoint is from before. Look at the "
-            "rewards and frames in it, and try a lower --learning_rate"
+            f"batch {where}, of {batch.sources}; the checkpoint is from before. "
+            f"{bad_batch.suspects(batch)}. Look at rewards, at frames (does the net scale them?) "
+            "and at policy_logits (does a mask leave no action, or the loss multiply 0 by -inf?); "
+            "else try a lower --learning_rate"
         )
 
     def _silences(self):

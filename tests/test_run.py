@@ -3,6 +3,7 @@
 
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -162,15 +163,22 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(tmp_path, caplog):
 
 
 def test_updates_in_a_row_that_are_not_finite_end_the_run_and_leave_their_batch(tmp_path):
-    with pytest.raises(FloatingPointError, match=f"{MAX_SKIPPED} updates in a row.*bad_batch.tar"):
+    message = (
+        f"{MAX_SKIPPED} updates in a row.*bad_batch.tar.*Beyond 1e.06 or not finite in it: "
+        "frame, policy_logits. Look at .*mask.*; else try a lower --learning_rate"
+    )
+    frame = {"a": torch.zeros(3, 3), "b": (torch.full((3, 3), 65535.0**2),)}
+    logits = torch.tensor([[[0.0, -math.inf]]]).expand(3, 3, 2)
+    batch = create_batch(frame=frame, policy_logits=logits)
+    with pytest.raises(FloatingPointError, match=message):
         with start(tmp_path) as run:
             record(run)
             run._folder.checkpoints.save(run._learner)
             for _ in range(MAX_SKIPPED):
-                record(run, UPDATE | {"total_loss": float("inf")})
+                record(run, UPDATE | {"total_loss": float("inf")}, batch)
     bad = load(tmp_path / "run" / "bad_batch.tar")
     assert bad["metrics"]["total_loss"] == float("inf") and bad["sources"] == {"actors": [0]}
-    assert bad["batch"].keys() == create_batch().rows.keys()
+    assert bad["batch"].keys() == batch.rows.keys()
     assert load(tmp_path / "run" / "model.tar")["step"] == 100
 
 
