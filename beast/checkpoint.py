@@ -35,10 +35,22 @@ def run_path(flags):
     return pathlib.Path(flags.savedir).expanduser() / flags.xpid
 
 
+def plain_name(name):
+    """Return the name of a weight without what torch.compile puts before those of a module."""
+    return name.replace("_orig_mod.", "")
+
+
+def _describe_net(model):
+    """Return the weights of a net by their plain names, and the name of its class."""
+    weights = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+    return weights, type(getattr(model, "_orig_mod", model)).__name__
+
+
 def pack(flags, learner):
     """Return a checkpoint, made of tensors and plain values; the tensors are not copies."""
+    weights, net = _describe_net(learner.model)
     return {
-        "model_state_dict": learner.model.state_dict(),
+        "model_state_dict": weights,
         # Of several optimizers these are dicts by their names.
         "optimizer_state_dict": map_nest(lambda o: o.state_dict(), learner.optimizer),
         "scheduler_state_dict": map_nest(lambda s: s.state_dict(), learner.scheduler),
@@ -47,18 +59,16 @@ def pack(flags, learner):
         "stats": learner.stats,
         "random_states": random_states(),
         "flags": vars(flags),
-        "net": type(learner.model).__name__,
+        "net": net,
         "optimizer": learner.optimizer_name,
     }
 
 
 def pack_weights(flags, model, step):
     """Return a checkpoint that can be tested, not resumed; the weights are copies."""
-    weights = {
-        name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()
-    }
+    weights, net = _describe_net(model)
     return {
-        "model_state_dict": weights,
+        "model_state_dict": map_nest(lambda x: x.detach().to("cpu", copy=True), weights),
         "optimizer_state_dict": {},
         "scheduler_state_dict": {},
         "step": step,
@@ -66,7 +76,7 @@ def pack_weights(flags, model, step):
         "stats": {"step": step},
         "random_states": {},
         "flags": vars(flags),
-        "net": type(model).__name__,
+        "net": net,
     }
 
 
@@ -108,7 +118,8 @@ def load(flags, name=NEWEST):
 
 def restore_weights(model, checkpoint, flags):
     """Load a checkpoint's weights, or raise a FlagError that says what differs."""
-    saved, own = checkpoint["model_state_dict"], model.state_dict()
+    saved = {plain_name(name): tensor for name, tensor in checkpoint["model_state_dict"].items()}
+    own, net = _describe_net(model)
     shapes = {
         name: [str(list(d[name].shape)) if name in d else "missing" for d in (saved, own)]
         for name in own | saved
@@ -119,7 +130,7 @@ def restore_weights(model, checkpoint, flags):
         if a != b
     ]
     if not lines:
-        model.load_state_dict(saved)
+        model.load_state_dict({name: saved[plain_name(name)] for name in model.state_dict()})
         return
     if len(lines) > 10:
         lines[10:] = [f"and {len(lines) - 10} more"]
@@ -130,7 +141,7 @@ def restore_weights(model, checkpoint, flags):
     ]
     raise FlagError(
         f"the checkpoint in {run_path(flags)}, a {checkpoint.get('net', 'net')} of "
-        f"{checkpoint['flags']['env']}, does not fit this {type(model).__name__} of {flags.env} "
+        f"{checkpoint['flags']['env']}, does not fit this {net} of {flags.env} "
         f"({'; '.join(differing) or 'the environment or the code of Net has changed'}); undo that "
         "or choose another --xpid\n  " + "\n  ".join(lines)
     )

@@ -193,6 +193,34 @@ def test_weights_that_do_not_fit_are_refused_with_names_shapes_and_the_flags_tha
     assert "bias: [1] in the checkpoint, missing in the net" in str(error.value)
 
 
+@pytest.mark.parametrize("is_old", [False, True])  # whose names are as torch.compile has them
+def test_a_compiled_net_has_the_checkpoints_of_a_plain_one(tmp_path, is_old):
+    def make(is_compiled):
+        net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+        if is_compiled:
+            net[0] = torch.compile(net[0], backend="eager")
+            net = torch.compile(net, backend="eager")
+        return net
+
+    flags, names = parse(tmp_path), ["0.weight", "0.bias", "1.weight", "1.bias"]
+    learner = create_learner(flags, 1, model=make(True))
+    for saved in (
+        checkpoint.pack(flags, learner),
+        checkpoint.pack_weights(flags, learner.model, 1),
+    ):
+        assert list(saved["model_state_dict"]) == names and saved["net"] == "Sequential"
+        if is_old:
+            saved["model_state_dict"] = learner.model.state_dict()
+            assert "_orig_mod.0._orig_mod.weight" in saved["model_state_dict"]
+        for is_compiled in (False, True):
+            net = make(is_compiled)
+            checkpoint.restore_weights(net, saved, flags)
+            for x, wanted in zip(net.parameters(), learner.model.parameters(), strict=True):
+                assert torch.equal(x, wanted)
+    with pytest.raises(FlagError, match=r"this Linear .*\n.*weight: missing in the checkpoint"):
+        checkpoint.restore_weights(torch.compile(torch.nn.Linear(1, 1)), saved, flags)
+
+
 def test_the_best_checkpoint_has_the_highest_mean_return_also_after_resuming(tmp_path):
     def play_and_save(writer, learner, returns):
         update(learner, returns)
