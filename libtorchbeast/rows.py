@@ -154,7 +154,10 @@ def write_observation(target, i, observation, source, path="observation"):
     """
     if isinstance(target, dict):
         if not isinstance(observation, dict) or observation.keys() != target.keys():
-            raise ValueError(f"{path} should be a dict with the keys {list(target)}, {source}")
+            raise ValueError(
+                f"{path} should be a dict with the keys {list(target)}, {source}, but "
+                + _describe_keys(observation, target)
+            )
         for key, item in target.items():
             write_observation(item, i, observation[key], source, f"{path}[{key!r}]")
     elif isinstance(target, tuple):
@@ -171,10 +174,23 @@ def write_observation(target, i, observation, source, path="observation"):
             or isinstance(observation, int)
             or (isinstance(observation, float) and target.dtype.kind == "f")
         ):
+            is_like = array.shape == target.shape[1:] and array.dtype.kind in "biuf"
             raise ValueError(
                 f"{path} is {array.dtype}{list(array.shape)}, but should be "
                 f"{target.dtype}{list(target.shape[1:])}, {source}"
+                + f": return it with .astype(np.{target.dtype})"
+                * is_like
             )
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise ValueError(f"{path} has numbers that are not finite")
         target[i] = array
+
+
+def _describe_keys(observation, target):
+    """Say which keys an observation lacks, and which it has beyond those of a dict."""
+    if not isinstance(observation, dict):
+        return f"is a {type(observation).__name__}"
+    lacks, more = (
+        [k for k in a if k not in b] for a, b in ((target, observation), (observation, target))
+    )
+    return " and ".join([f"lacks {lacks}"] * bool(lacks) + [f"has {more} besides"] * bool(more))
