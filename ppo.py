@@ -141,8 +141,11 @@ def create_env(flags):
     if atari_games.is_game(flags.env):
         return atari_wrappers.create_atari(flags, flags.render_mode)
     env = gym.make(flags.env, render_mode=flags.render_mode)
-    if isinstance(env.action_space, gym.spaces.Box):
-        if env.action_space.is_bounded():
+    if isinstance(space := env.action_space, gym.spaces.Box):
+        if space.is_bounded():
+            # RescaleAction may leave the bounds by a rounding error.
+            clip = functools.partial(np.clip, a_min=space.low, a_max=space.high)
+            env = gym.wrappers.TransformAction(env, clip, space)
             env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
         env = gym.wrappers.ClipAction(env)  # a Gaussian has no bounds
     return env

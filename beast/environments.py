@@ -2,8 +2,9 @@
 """Step N Gymnasium environments as one batch, whose rows libtorchbeast/rows.py describes."""
 
 import contextlib
+import logging
+import multiprocessing
 
-import gymnasium as gym
 import numpy as np
 
 from beast.spaces import (
@@ -12,8 +13,10 @@ from beast.spaces import (
     count_actions,
     empty_actions,
     empty_observation,
+    find_outside,
     random_actions,
     spaces_to_json,
+    to_action,
 )
 from libtorchbeast.rows import MAX_REWARD, Rows, draw_seeds, write_observation
 
@@ -37,6 +40,7 @@ def try_out(environments, num_steps=10):
       EnvError: an environment raised, or returned what its spaces do not allow.
     """
     random = np.random.default_rng(0)
+    environments.watched_steps = num_steps + 1
     row = environments.initial()
     for _ in range(num_steps):
         environments.step(random_actions(environments.action_space, environments.num_envs, random))
@@ -76,12 +80,6 @@ class Environments:
         self.action_space = self.envs[0].action_space
         self.num_actions = count_actions(self.action_space)
         self._action_range = action_range(self.action_space)
-        # What an environment's own actions count from.
-        self._first_action = getattr(
-            self.action_space, "start", np.zeros((), self.action_space.dtype)
-        )
-        if isinstance(self.action_space, gym.spaces.Discrete):
-            self._first_action = int(self._first_action)
         self._rows = Rows(
             num_envs,
             frame=empty_observation(self.observation_space, num_envs),
@@ -89,6 +87,9 @@ class Environments:
         )
         self.row = self._rows.row
         self._steps = [0] * num_envs  # calls of step since the start, for error messages
+        # Rows that are still compared with the bounds of their space. In processes that play the
+        # same environments as the first one, none, or each would give the same warning.
+        self.watched_steps = 1000 if multiprocessing.parent_process() is None else 0
 
     @property
     def spaces(self):
@@ -110,6 +111,7 @@ class Environments:
         self._rows.restart()
         for i, seed in enumerate(self.seeds):
             self._reset(i, seed)
+        self._warn_of_bounds()
         return self.row
 
     def step(self, actions):
@@ -130,6 +132,7 @@ class Environments:
                 self._reset(i)
             else:
                 self._step(i, action)
+        self._warn_of_bounds()
         return self.row
 
     def close(self):
@@ -162,7 +165,7 @@ class Environments:
     def _step(self, i, action):
         self._steps[i] += 1
         try:
-            result = self.envs[i].step(action + self._first_action)
+            result = self.envs[i].step(to_action(self.action_space, action))
         except Exception as error:
             raise self._error(i, f"step({action}) raised {_describe(error)}") from error
         try:
@@ -194,6 +197,16 @@ class Environments:
             write_observation(self.row["frame"], i, observation, "as its space says")
         except ValueError as error:
             raise self._error(i, f"the observation is not of its space: {error}") from error
+
+    def _warn_of_bounds(self):
+        """Log, once, an observation that is outside its space, by which nets may scale it."""
+        if self.watched_steps > 0:
+            self.watched_steps -= 1
+            if found := find_outside(self.observation_space, self.row["frame"]):
+                self.watched_steps = 0
+                path, i, space = found
+                what = f"{path} has numbers outside its space, {space}: correct them, or its bounds"
+                logging.warning("%s", self._error(i, what))
 
     def _wrapper_attr(self, name, default):
         try:

@@ -9,8 +9,44 @@ import numpy as np
 from beast.errors import EnvError
 
 
+def _check_package(space, name):
+    """Raise an EnvError for a space that is none of Gymnasium's, such as those of the old gym."""
+    if not isinstance(space, gym.spaces.Space):
+        module, advice = type(space).__module__, "make it of gymnasium.spaces"
+        if module.partition(".")[0] == "gym":
+            advice = (
+                "import gymnasium in place of the old package gym, or wrap the environment by the "
+                "package shimmy"
+            )
+        raise EnvError(
+            f"the {name} is {space}, a {module}.{type(space).__qualname__} and no space of "
+            f"gymnasium: {advice}"
+        )
+
+
+def find_outside(space, batch, path="observation"):
+    """Return path, number in the batch and space of an observation outside its space, or None.
+
+    Args:
+      batch: of empty_observation.
+    """
+    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        keys = batch if isinstance(batch, dict) else range(len(batch))
+        found = (find_outside(space[key], batch[key], f"{path}[{key!r}]") for key in keys)
+        return next(filter(None, found), None)
+    if isinstance(space, gym.spaces.Box):
+        low, high = space.low, space.high
+    elif isinstance(space, gym.spaces.MultiBinary):
+        low, high = 0, 1
+    else:
+        low, high = space.start, space.start + getattr(space, "nvec", getattr(space, "n", 1)) - 1
+    outside = np.argwhere(~((low <= batch) & (batch <= high)))
+    return (path, int(outside[0][0]), space) if len(outside) else None
+
+
 def empty_observation(space, num_envs, path="observation"):
     """Return a nest of zeros [num_envs, ...] that holds a batch of observations of `space`."""
+    _check_package(space, f"space of {path}")
     if isinstance(space, gym.spaces.Dict):
         items = space.spaces.items()
         return {key: empty_observation(s, num_envs, f"{path}[{key!r}]") for key, s in items}
@@ -34,6 +70,7 @@ def count_actions(space):
     Of Discrete, the number of actions; of MultiDiscrete, a tuple of the numbers of its k parts; of
     a Box, the number k of its parts.
     """
+    _check_package(space, "action space")
     if isinstance(space, gym.spaces.Discrete):
         return int(space.n)
     if isinstance(space, gym.spaces.MultiDiscrete) and len(space.shape) == 1:
@@ -61,10 +98,21 @@ def action_range(space):
     if isinstance(space, gym.spaces.Discrete):
         return 0, int(space.n) - 1
     if isinstance(space, gym.spaces.MultiDiscrete):
-        return np.zeros_like(space.nvec), space.nvec - 1
+        return np.zeros(space.shape, np.int64), space.nvec.astype(np.int64) - 1
     # Not infinite, since actions may not be.
-    largest = np.finfo(np.float32).max
-    return tuple(np.clip(b, -largest, largest).astype(np.float32) for b in (space.low, space.high))
+    largest = float(min(np.finfo(dtype).max for dtype in (np.float32, space.dtype)))
+    bounds = (bound.astype(np.float64) for bound in (space.low, space.high))
+    return tuple(np.clip(bound, -largest, largest).astype(np.float32) for bound in bounds)
+
+
+def to_action(space, action):
+    """Return one action, as agents choose it, as one that `space` contains."""
+    if isinstance(space, gym.spaces.Discrete):
+        return int(action) + int(space.start)
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return (action + space.start.astype(np.int64)).astype(space.dtype)
+    # A float32 at a bound may be a little beyond that of a float64.
+    return np.clip(action.astype(space.dtype), space.low, space.high)
 
 
 def random_actions(space, num_envs, random):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of Gymnasium environments, stepped one after the other: beast/environments.py."""
 
+import re
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -177,6 +179,8 @@ def test_environments_describe_themselves():
      (lambda o, r, *rest: (o, np.nan, *rest), r"the reward is nan"),
      (lambda o, r, *rest: (o, 1e39, *rest), r"the reward is 1e\+39; it must be finite"),
      (lambda o, *rest: (o.astype(int), *rest), "observation is int64.2., but should be float32"),
+     (lambda o, *rest: (o.astype(float), *rest),
+      r"float64\[2\], but should be float32.*: return it with .astype\(np.float32\)"),
      (lambda o, *rest: (o[1:], *rest),
       r"observation is float32\[1\], but should be float32\[2\], as its space"),
      (lambda o, *rest: (o * np.inf, *rest), "observation has numbers that are not finite"),
@@ -212,7 +216,13 @@ def test_a_failing_reset_or_constructor_is_named():
     for reset, message in (
         (lambda: {}["level"], "reset.* raised KeyError: 'level'"),
         (lambda: {"board": 0}, "the old Gym API: return observation and info"),
-        (lambda: ({"bord": 0}, {}), r"should be a dict with the keys \['board'\]"),
+        (
+            lambda: ({"bord": 0}, {}),
+            r"should be a dict with the keys \['board'\], as its space "
+            r"says, but lacks \['board'\] and has \['bord'\] besides",
+        ),
+        (lambda: ({"board": 0, "x": 1}, {}), r"but has \['x'\] besides"),
+        (lambda: (0, {}), "but is a int"),
     ):
         environments = Environments(lambda reset=reset: Resetting(reset), 1, 0)
         with pytest.raises(EnvError, match=f"environment 0 .*, step 0: .*{message}"):
@@ -236,15 +246,85 @@ def test_unsupported_and_unequal_spaces_are_refused_and_every_environment_is_clo
     assert closed == [5, 6]
 
 
+def test_a_space_of_the_old_gym_is_said_to_be_one():
+    class Discrete:
+        n, shape, dtype, spaces = 2, (), np.dtype(np.int64), ()
+
+    Discrete.__module__ = "gym.spaces.discrete"
+    old = Discrete()
+    for spaces, name in (
+        ((DISCRETE, old), "the action space is"),
+        ((old, DISCRETE), "the space of observation is"),
+        ((gym.spaces.Tuple([DISCRETE]), DISCRETE), r"the space of observation\[0\] is"),
+    ):
+
+        def create(spaces=spaces):
+            env = Acting(spaces[1])
+            env.observation_space = spaces[0]
+            if isinstance(spaces[0], gym.spaces.Tuple):
+                env.observation_space.spaces = (old,)
+            return env
+
+        with pytest.raises(EnvError, match=rf"{name} .*a gym\.spaces\..*the old package gym"):
+            Environments(create, 1, 0)
+
+
+SMALL = gym.spaces.Box(-1, 1, (2,))
+
+
+@pytest.mark.parametrize(
+    ("space", "inside", "outside", "path"),
+    [
+        (SMALL, [1, -1], [0, 1.1], "observation"),
+        (gym.spaces.Box(-np.inf, 1, (2,)), [-9, 1], [0, 2], "observation"),
+        (gym.spaces.Discrete(3, start=-1), 1, -2, "observation"),
+        (gym.spaces.MultiDiscrete([2, 3]), [1, 2], [2, 0], "observation"),
+        (gym.spaces.MultiBinary(2), [1, 0], [2, 0], "observation"),
+        (gym.spaces.Dict(a=gym.spaces.Tuple([SMALL])), [1, 1], [2, 1], r"observation\['a'\]\[0\]"),
+    ],
+    ids=str,
+)
+def test_an_observation_outside_its_space_is_named_once(space, inside, outside, path, caplog):
+    class Leaving(Counter):
+        observation_space = property(lambda self: space, lambda self, value: None)
+
+        def _observation(self):
+            x = outside if self.step_count == 2 else inside
+            if isinstance(space, gym.spaces.Dict):
+                return {"a": (np.array(x, np.float32),)}
+            return np.array(x, space.dtype)
+
+    environments = Environments(lambda: Leaving(length=4), 2, 0)
+    environments.initial()
+    environments.step(np.zeros(2, int))
+    assert not caplog.records
+    for _ in range(8):
+        environments.step(np.zeros(2, int))
+    (record,) = caplog.records
+    assert re.search(f"environment 0 .*, step 2: {path} has numbers outside", record.getMessage())
+
+
 @pytest.mark.parametrize(
     ("space", "num_actions", "actions", "taken"),
     [
         (DISCRETE, 3, np.array([2, 0]), [1, -1]),
         (MULTI_DISCRETE, (2, 3), np.array([[0, 2], [1, 0]]), [[0, 1], [1, -1]]),
         (BOX, 2, np.array([[-1, 7], [0, -9]], np.float32), [[-1, 7], [0, -9]]),
+        (gym.spaces.MultiDiscrete([200, 3], np.uint8, start=[50, 0]), (200, 3),
+         np.array([[199, 0], [1, 2]]), [[249, 0], [51, 2]]),
+        (gym.spaces.MultiDiscrete([2, 3], np.int32), (2, 3), np.array([[0, 2], [1, 0]]),
+         [[0, 2], [1, 0]]),
+        (gym.spaces.MultiDiscrete([2, 3], np.uint64), (2, 3), np.array([[0, 2], [1, 0]]),
+         [[0, 2], [1, 0]]),
+        (gym.spaces.Box(-0.1, 0.1, (2,), np.float64), 2, np.array([[0.1, -0.1]] * 2, np.float32),
+         [[0.1, -0.1]] * 2),
+        (gym.spaces.Box(-0.1, 0.1, (1,), np.float16), 1, np.float32([[-0.0999], [0.05]]),
+         [[np.float16(-0.0999)], [np.float16(0.05)]]),
+        (gym.spaces.Box(-np.inf, np.inf, (1,), np.float16), 1, np.float32([[65504], [-7]]),
+         [[65504], [-7]]),
     ],
-    ids=["discrete", "multi-discrete", "box"],
-)
+    ids=str,
+)  # fmt: skip
 def test_environments_get_actions_of_their_space(space, num_actions, actions, taken):
     environments = Environments(lambda: Acting(space, length=3, truncates=True), 2, 0)
     assert environments.num_actions == num_actions
@@ -263,7 +343,8 @@ def test_environments_get_actions_of_their_space(space, num_actions, actions, ta
 @pytest.mark.parametrize(
     ("space", "action"),
     [(DISCRETE, -1), (DISCRETE, 3), (MULTI_DISCRETE, [0, 3]), (MULTI_DISCRETE, [-1, 0]),
-     (BOX, [0.6, 0.0]), (BOX, [0.0, np.inf]), (BOX, [np.nan, 0.0])],
+     (BOX, [0.6, 0.0]), (BOX, [0.0, np.inf]), (BOX, [np.nan, 0.0]),
+     (gym.spaces.Box(-np.inf, np.inf, (1,), np.float16), [1e5])],
 )  # fmt: skip
 def test_an_action_out_of_range_is_an_error(space, action):
     environments = Environments(lambda: Acting(space, length=2, truncates=True), 2, 0)

@@ -483,6 +483,32 @@ def test_actions_without_bounds_are_taken_as_they_are_and_others_clipped():
         del gym.registry["HalfBounded-v0"]
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.filterwarnings("ignore")  # Gymnasium's, of bounds in float16
+def test_actions_at_the_bounds_are_in_the_environments_space(dtype):
+    low = np.random.default_rng(0).uniform(-3, 1, 50)
+    space = gym.spaces.Box(
+        low.astype(dtype), (low + np.linspace(0.1, 2, 50)).astype(dtype), dtype=dtype
+    )
+
+    class Bounded(HalfBounded):
+        action_space = space
+
+        def step(self, action):
+            assert self.action_space.contains(action)
+            return np.zeros(2, np.float32), 0.0, False, False, {}
+
+    gym.register("Bounded-v0", Bounded)
+    try:
+        flags = parse("--env Bounded-v0", continuous=True)
+        environments = Environments(lambda: ppo.create_env(flags), 1, 0)
+        environments.initial()
+        for action in (-7, -1, 1, 7):
+            environments.step(np.full((1, 50), action, np.float32))
+    finally:
+        del gym.registry["Bounded-v0"]
+
+
 @pytest.mark.parametrize("continuous", [False, True])
 @pytest.mark.parametrize(
     ("arguments", "num_minibatches"),
