@@ -2,6 +2,7 @@
 """An actor's own process: its end of the pipe to the main process, its signals, its errors."""
 
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ import traceback
 import numpy as np
 import torch
 
-from beast.processes import HANDLED_SIGNALS, STOP_SIGNALS, exit_with_parent
+from beast.processes import HANDLED_SIGNALS, STOP_SIGNALS, exit_with_parent, lead_group
 from beast.watchdog import print_stacks_on_signal
 
 
@@ -40,11 +41,16 @@ class FreeBuffers:
 def actor_main(act, pipe, *args, niceness=10):
     """Be an actor process: ignore signals, which are for the main process, but end with that.
 
+    It leads a process group, in which the processes that its environments start end with it.
+
     Args:
       niceness: by default the learner comes first, and actors take what is left of the cores.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
+        # Environments end theirs by SIGTERM.
+        os.register_at_fork(after_in_child=functools.partial(signal.signal, number, signal.SIG_DFL))
+    lead_group()
     print_stacks_on_signal()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     exit_with_parent()

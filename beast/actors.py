@@ -285,6 +285,6 @@ class Actors:
         seed = [self._flags.seed, number, self._deaths[actor].total, self._first_step]
         free_buffers = FreeBuffers(pipe, self._shared_heartbeats[actor : actor + 1])
         arguments = (self._act, pipe, self._flags, actor, seed, free_buffers, *self._args)
-        process = self._context.Process(target=actor_main, args=arguments, daemon=True)
+        process = self._context.Process(target=actor_main, args=arguments)
         start_process(process, f"actor {actor}")
         return process

@@ -295,9 +295,7 @@ class Agents:
         self._heartbeats[agent] = time.monotonic()
         link = AgentLink(agent, seed, deaths > 0, far_end, *shared)
         arguments = (self._learn_alone, far_end, self._flags, link, *self._args)
-        process = self._context.Process(
-            target=actor_main, args=arguments, kwargs={"niceness": 0}, daemon=True
-        )
+        process = self._context.Process(target=actor_main, args=arguments, kwargs={"niceness": 0})
         try:
             with far_end:
                 start_process(process, f"agent {agent}")

@@ -8,14 +8,18 @@ import contextlib
 import functools
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.process
 import multiprocessing.util
 import os
 import signal
 import subprocess
 import sys
+import weakref
 
 from beast.errors import EnvError
 from beast.processes import signals_blocked
+
+_running = weakref.WeakSet()  # processes that were started, and not ended yet
 
 
 def start_fork_server():
@@ -42,12 +46,18 @@ def start_process(process, name):
     try:
         # For a fork server that has to be started anew: it inherits both.
         with signals_blocked(), all_cores():
-            process.start()
+            multiprocessing.forkserver.ensure_running()
+        # With signals open, since it waits for the fork server's imports.
+        process.start()
     except (EOFError, OSError, ValueError) as error:  # the latter: of too many files to send
         raise EnvError(
             f"{name} cannot be started ({error!r}): look for an error above, for free memory, and "
             "at the limits of processes and files (ulimit -u, -n)"
         ) from error
+    _running.add(process)
+    # At its exit multiprocessing would wait for it, as it is not daemonic: environments may start
+    # processes of their own. It ends with this one all the same (lead_group).
+    multiprocessing.process._children.discard(process)
 
 
 @contextlib.contextmanager
@@ -75,8 +85,16 @@ def kill_fork_server():
 
 
 def end_process(process, patience):
-    """Kill a process of the fork server unless it ends by itself in so many seconds."""
+    """Kill a process of the fork server unless it ends by itself in so many seconds.
+
+    What its environments have started is killed in any case.
+    """
+    if process not in _running:  # its id may be that of another one by now
+        return
+    _running.discard(process)
     process.join(max(0, patience))
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, and left nobody
+        os.killpg(process.pid, signal.SIGKILL)
     if process.is_alive() or process.exitcode == 255:
         # It hangs; or the fork server died, and it only seems to be dead.
         with contextlib.suppress(ProcessLookupError):

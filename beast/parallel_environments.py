@@ -262,7 +262,7 @@ class Process:
         # Other seeds, so that the same games are not played again.
         seeds = [seed + self.deaths.total for seed in seeds]
         arguments = (step_environments, far_end, far_end, create_env, seeds, name, *shared)
-        process = self._context.Process(target=actor_main, args=arguments, daemon=True)
+        process = self._context.Process(target=actor_main, args=arguments)
         with far_end:
             start_process(process, self.name)
         self._process = process

@@ -2,6 +2,7 @@
 """How processes start, and what ends them with their parent. No torch here."""
 
 import contextlib
+import fcntl
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -76,6 +77,19 @@ def exit_now():
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
+
+
+def lead_group():
+    """Lead a process group, which the kernel kills when the parent ends, even if all in it hang.
+
+    For processes that multiprocessing has started, and that may start others.
+    """
+    os.setpgid(0, 0)
+    pipe = multiprocessing.parent_process().sentinel
+    # When its other end is closed, the kernel sends the group a SIGIO, or what F_SETSIG says.
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def exit_with_parent(pipe=None, end=exit_now, while_alive=lambda: None):

@@ -29,6 +29,7 @@ DEADLINE = 60  # seconds; a loaded machine may need some, an idle one never
 
 def play(flags, actor, seed, free_buffers, seeds, marker):
     """Be an actor, which writes its seed into its buffers; see Rig for `flags.fails`."""
+    assert not multiprocessing.current_process().daemon  # environments may start processes
     if flags.fails == "at the start":
         raise KeyError("no such game")
     for count, indices in enumerate(free_buffers):

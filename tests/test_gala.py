@@ -534,7 +534,11 @@ def test_agents_play_other_games_than_each_other_and_than_those_before(monkeypat
     monkeypatch.setattr(beast.agents, "start_process", lambda process, name: None)
     monkeypatch.setattr(Agents, "close", lambda self: None)
     seeds = []
-    context = types.SimpleNamespace(Process=lambda args, **_: seeds.append(args[3].seed))
+
+    def create_process(target, args, kwargs):  # not daemonic: environments may start processes
+        seeds.append(args[3].seed)
+
+    context = types.SimpleNamespace(Process=create_process)
     for seed, first_step in ((1, 0), (2, 0), (1, 500)):  # the last one is a run that is resumed
         flags = parse(f"--num_agents 2 --seed {seed}")
         Agents(flags, [[], []], context, None, (), False, first_step)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pathlib
 import signal
+import subprocess
 import threading
 import time
 
@@ -15,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from catch_env import Catch, Counter
-from program import shared_memory, wait_until
+from program import HELPERS, ROOT, Program, shared_memory, wait_until
 
 from beast import parallel_environments
 from beast.environment_groups import EnvironmentGroups
@@ -69,6 +70,23 @@ class Gated(Catch):
 class Raising(Catch):
     def step(self, action):
         raise ValueError("no luck")
+
+
+class Nursery(Catch):
+    """Catch with two processes of its own, of which it ends one, and leaves the other."""
+
+    def __init__(self, folder=None):
+        super().__init__()
+        self.child = multiprocessing.get_context("fork").Process(target=signal.pause)
+        self.child.start()
+        if multiprocessing.parent_process() is not None:  # not for the sample of the main process
+            process = subprocess.Popen(["sleep", "3600"])
+            if folder:
+                (folder / f"{process.pid}-{os.getpid()}").touch()
+
+    def close(self):
+        self.child.terminate()
+        self.child.join()
 
 
 def open_environments(create_env, num_processes, seeds=SEEDS, **kwargs):
@@ -226,6 +244,56 @@ def test_a_process_that_cannot_be_replaced_is_an_error(environments, monkeypatch
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", fail)
     with pytest.raises(EnvError, match=r"process 1 cannot be started \(EOFError.*ulimit -u"):
         several.step(np.zeros(5, np.int64))
+
+
+def test_environments_may_start_processes_which_end_with_them(environments, tmp_path):
+    several = environments(functools.partial(Nursery, tmp_path), 2, SEEDS[:2])
+    several.initial()
+    first, second = several.processes
+
+    def child_lives(pid):
+        (path,) = tmp_path.glob(f"*-{pid}")
+        try:
+            stat = pathlib.Path("/proc", path.name.split("-")[0], "stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return stat.split()[2] not in "ZX"
+
+    lost, kept = first.pid, second.pid
+    assert child_lives(lost) and child_lives(kept)
+    os.kill(lost, signal.SIGKILL)
+    several.step(np.zeros(2, np.int64))
+    wait_until(lambda: not child_lives(lost))
+    several.step(np.zeros(2, np.int64))
+    assert child_lives(first.pid) and child_lives(kept)
+    several.close()
+    wait_until(lambda: not child_lives(first.pid) and not child_lives(kept))
+    assert second._process.exitcode == 0  # it has ended by itself
+
+
+PARENT = """
+import os, signal, sys
+from test_parallel_environments import Nursery, open_environments
+if __name__ == "__main__":
+    several = open_environments(Nursery, 1)
+    several.initial()
+    os.killpg(several.processes[0].pid, signal.SIGSTOP)
+    if sys.argv[1] == "raises":
+        raise SystemError("of ours")
+    if sys.argv[1] == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("how", ["raises", "exits", "is killed"])
+def test_processes_that_hang_end_with_their_parent(tmp_path, how):
+    (tmp_path / "parent.py").write_text(PARENT)
+    path = os.pathsep.join(map(str, [ROOT, ROOT / "tests", HELPERS]))
+    with Program(tmp_path / "parent.py", pathlib.Path(how), PYTHONPATH=path) as program:
+        status, output = program.end()
+        program.wait_for_members()
+    statuses = {"raises": 1, "exits": 0, "is killed": -signal.SIGKILL}
+    assert status == statuses[how], output
 
 
 @pytest.mark.parametrize("num_processes", [0, 2])
