@@ -15,7 +15,7 @@ from beast.checkpoint import BEST, NEWEST, run_path
 from beast.errors import EnvError, FlagError
 from beast.machine import keep_freed_memory
 from beast.parser import non_negative, positive
-from beast.processes import exit_with_parent, start_logging
+from beast.processes import exit_on_signals, exit_with_parent, start_logging
 
 
 def add_run_flags(parser):
@@ -194,10 +194,8 @@ def run_program(main):
     if not torch.cuda.is_available():
         keep_freed_memory()
     # Until a run's own handlers are in place: unwind, so that what was started is ended.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    exit_on_signals()
     try:
         sys.exit(main())
     except (FlagError, EnvError) as error:
         sys.exit(f"{os.path.basename(sys.argv[0])}: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)

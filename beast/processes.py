@@ -3,12 +3,14 @@
 
 import contextlib
 import fcntl
+import importlib.machinery
 import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.resource_tracker
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -55,6 +57,23 @@ class StopSignals:
         elif number != signal.SIGHUP and time.monotonic() > self.time + 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def exit_on_signals():
+    """Have SIGINT and SIGTERM raise SystemExit in the main thread, with the status of a shell."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in a background job of a shell
+            signal.signal(number, _exit_on_signal)
+
+
+def _exit_on_signal(number, frame):
+    # An extension module whose initialization raises may end in a SIGSEGV (ale_py's does).
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), importlib.machinery.ExtensionFileLoader):
+            threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+            return
+        frame = frame.f_back
+    sys.exit(128 + number)
 
 
 @contextlib.contextmanager

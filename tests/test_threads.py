@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's threads, how long they wait, and what watches for the end of the parent."""
 
+import importlib.machinery
 import os
+import signal
 import threading
 from contextlib import nullcontext
 
 import pytest
 
 from beast import waits
-from beast.processes import exit_with_parent
+from beast.processes import exit_on_signals, exit_with_parent
 from beast.threads import Threads
 
 DEADLINE = 60  # seconds
@@ -116,3 +118,24 @@ def test_the_end_of_a_pipe_ends_the_process_that_watches_it():
     os.close(write_end)
     assert ended.wait(DEADLINE)
     os.close(read_end)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_program_but_raises_in_no_extension_that_is_initialized(number):
+    initialized = []
+
+    class Loader(importlib.machinery.ExtensionFileLoader):
+        def create_module(self, spec):
+            os.kill(os.getpid(), number)
+            initialized.append(spec)
+
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    exit_on_signals()
+    try:
+        with pytest.raises(SystemExit) as error:
+            Loader("extension", "extension.so").create_module("spec")
+            threading.Event().wait(DEADLINE)
+    finally:
+        for n, handler in handlers.items():
+            signal.signal(n, handler)
+    assert initialized == ["spec"] and error.value.code == 128 + number
