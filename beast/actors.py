@@ -23,6 +23,7 @@ from beast.watchdog import PATIENCE, Lookout
 # Of each of its environments, which end a series of deaths. When MAX_DEATHS of every actor are in a
 # series it is not bad luck, and the run ends.
 MIN_ROLLOUTS = 10
+LOOK_INTERVAL = 1  # seconds
 PAUSES = (0, 1, 3, 10, 30)  # seconds before it is restarted, by how often it has died so
 
 
@@ -116,7 +117,7 @@ class Actors:
 
     def silences(self):
         """Return a tuple of each actor that has something to do, as a Watchdog wants them."""
-        seconds = time.monotonic() - self._lookout.last_look
+        seconds = time.monotonic() - self._lookout.last_look - LOOK_INTERVAL
         watcher = (
             "the watcher of the actors",
             "starts or ends one, by the fork server",
@@ -181,7 +182,7 @@ class Actors:
                 self._kill_silent()
                 actors = {pipe: actor for actor, pipe in enumerate(self._pipes) if pipe}
                 actors |= {p.sentinel: actor for actor, p in enumerate(self._processes) if p}
-                ready = multiprocessing.connection.wait([self._wake_reader, *actors], timeout=1)
+                ready = multiprocessing.connection.wait([self._wake_reader, *actors], LOOK_INTERVAL)
                 for actor in sorted({actors[r] for r in ready if r is not self._wake_reader}):
                     # Asked for before the messages are read, so that the last ones are not lost.
                     dead = not self._processes[actor].is_alive()

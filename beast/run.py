@@ -246,6 +246,7 @@ class Run:
             checkpoints = self._folder.checkpoints
             if checkpoints and checkpoints.are_due(within=interval):
                 checkpoints.save(self._learner)
+            self.watchdog.beat("looks after the run", pause=interval)
 
     def tick(self):
         """Log a row of metrics."""

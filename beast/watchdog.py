@@ -47,7 +47,10 @@ class Lookout:
         return was_stopped
 
     def seconds_silent(self, heartbeat):
-        """Return the seconds since a heartbeat, a time.monotonic(); 0 if no look is recent."""
+        """Return the seconds since a heartbeat, a time.monotonic(); 0 if no look is recent.
+
+        They are negative before a heartbeat that is dated ahead, by a pause.
+        """
         now = time.monotonic()
         return 0.0 if now - self.last_look > MAX_GAP else now - max(heartbeat, self._since)
 
@@ -58,7 +61,7 @@ class Watchdog:
     Args:
       timeout_s: seconds of silence that are logged; again each time they have doubled.
       others: returns a list of tuples for all that are not threads of this process: a name, what
-        it does, for how many seconds, and the id of its process or None.
+        it does, for how many seconds (negative in a pause), and the id of its process or None.
     """
 
     def __init__(self, timeout_s, others=list):
@@ -69,10 +72,14 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
-    def beat(self, what):
-        """Record what this thread does from here on."""
+    def beat(self, what, pause=0):
+        """Record what this thread does from here on.
+
+        Args:
+          pause: seconds that it sleeps first, which are no silence.
+        """
         thread = threading.current_thread()
-        self._beats[thread.ident] = thread.name, what, time.monotonic()
+        self._beats[thread.ident] = thread.name, what, time.monotonic() + pause
 
     def follow(self, batches, waiting, working):
         """Yield from `batches`, recording that this thread waits for one, or works on it."""
@@ -109,7 +116,7 @@ class Watchdog:
 
     def _is_news(self, name, seconds):
         if seconds < self._timeout_s:
-            if seconds > 0 and self._next.pop(name, None):  # 0: nobody has looked
+            if seconds and self._next.pop(name, None):  # 0: nobody has looked
                 logging.info("%s is no longer silent", name)
             return False
         if seconds < self._next.get(name, 0):

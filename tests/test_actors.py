@@ -319,8 +319,9 @@ def test_an_actor_that_waits_for_buffers_is_not_silent(make_rig):
     wait_until(lambda: len(rig.actors._waiting) == 2)
     rig.actors._patience, patience = 0, rig.actors._patience  # of whoever does not wait
     (watcher,) = rig.actors.silences()
-    assert watcher[0] == "the watcher of the actors"
     lookout = rig.actors._lookout
+    assert watcher[0] == "the watcher of the actors"
+    assert watcher[2] <= time.monotonic() - lookout.last_look - actors.LOOK_INTERVAL  # its sleep
     now = lookout.last_look
     wait_until(lambda: lookout.last_look > now + 1)  # so it has looked after them
     rig.actors._patience = patience

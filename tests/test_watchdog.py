@@ -15,8 +15,9 @@ import types
 
 import pytest
 from program import HELPERS, ROOT, Program, last_step, wait_until
+from small_run import create_learner, parse
 
-from beast import watchdog
+from beast import run, watchdog
 from beast.server_processes import ServerProcess
 from beast.watchdog import Lookout, Watchdog
 
@@ -97,6 +98,7 @@ def test_a_job_that_was_suspended_goes_on_with_all_its_processes(tmp_path):
 
 def test_a_silent_thread_is_logged_with_its_stack_and_again_after_twice_the_time(watch, caplog):
     watchdog = watch(0.2)
+    watchdog.beat("sleeps", pause=3600)
     done = threading.Event()
 
     def wait_in_vain():
@@ -114,6 +116,19 @@ def test_a_silent_thread_is_logged_with_its_stack_and_again_after_twice_the_time
         thread.join()
     logged = messages(caplog, "lazy has been silent")
     assert all("it waits in vain" in text and "in wait_in_vain" in text for text in logged)
+    assert not messages(caplog, "MainThread")
+    watchdog.beat("hangs", pause=0.3)
+    wait_until(lambda: messages(caplog, "MainThread has been silent .* it hangs"))
+
+
+def test_the_main_thread_sleeps_from_one_look_after_the_run_to_the_next(tmp_path, monkeypatch):
+    flags, pauses = parse(tmp_path), []
+    monkeypatch.setattr(run, "LOG_INTERVAL", 0.01)
+    with run.Run(flags, create_learner(flags)) as one:
+        monkeypatch.setattr(one.watchdog, "beat", lambda what, pause=0: pauses.append(pause))
+        monkeypatch.setattr(one, "tick", one.stop.set)
+        one.watch()
+    assert pauses == [0, 0.01]
 
 
 @pytest.mark.whole
@@ -203,6 +218,7 @@ def test_a_stopped_server_is_killed_and_replaced(caplog):
     process = server.process
     try:
         wait_until(lambda: server.check() or messages(caplog, "serving on"))
+        wait_until(lambda: server.busy_since[-1] > time.monotonic())  # until the next report
         flags.stall_timeout_s = 1  # five such are too long; one that lives reports each second
         os.kill(process.pid, signal.SIGSTOP)
         wait_until(lambda: server.check() or server.process is not process)
