@@ -72,6 +72,8 @@ class Agents:
     def updates(self):
         """Yield metrics and a Batch of each update of each agent, until all are held for good.
 
+        Then agents that have not made an update yet, as they start, are not waited for.
+
         Raises:
           EnvError: an agent died time and again, or one that others wait for.
         """
@@ -93,7 +95,7 @@ class Agents:
                     self._limits[PACE] += 1
 
     def _as_they_come(self):
-        while not (self._is_over and all(self._held)):
+        while not (self._is_over and self._are_done()):
             self._lookout.look()
             if self._is_late():
                 return
@@ -118,6 +120,13 @@ class Agents:
                     logging.warning("Agent %d was silent for %.0f s: killing it", agent, seconds)
                     self._processes[agent].kill()
                     self._heartbeats[agent] = time.monotonic()  # it takes a moment to end
+
+    def _are_done(self):
+        """Return whether no update has to be waited for: agents that still start have none."""
+        if self._in_step and any(deaths.has_worked for deaths in self._deaths):
+            return all(self._held)  # since they wait for each other
+        agents = zip(self._held, self._deaths, strict=True)
+        return all(held or not deaths.has_worked for held, deaths in agents)
 
     def _is_late(self):
         """Return whether HOLD_TIMEOUT has passed since the end, for agents that wait for others."""

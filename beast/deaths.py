@@ -38,6 +38,11 @@ class Deaths:
         if self._work == self._enough:
             self.in_a_row = 0
 
+    @property
+    def has_worked(self):
+        """Whether the process that lives now has done any work."""
+        return self._work > 0
+
     def count(self):
         self.total += 1
         self.in_a_row += 1

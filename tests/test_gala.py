@@ -7,6 +7,7 @@ import copy
 import functools
 import math
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import random
 import re
@@ -30,6 +31,7 @@ from beast.agent_memory import AgentMemory
 from beast.agents import Agents
 from beast.environments import Environments
 from beast.errors import FlagError
+from beast.fork_server import end_process, start_process
 from beast.learner import Batch
 from beast.mailboxes import Mailboxes
 from beast.metrics import is_finite
@@ -545,6 +547,38 @@ def test_agents_play_other_games_than_each_other_and_than_those_before(monkeypat
     assert len({tuple(seed) for seed in seeds}) == len(seeds) == 6
     one, again, other = (learn_once(agent)[0]["frame"][0] for agent in (0, 0, 1))
     assert torch.equal(one, again) and not torch.equal(one, other)
+
+
+def wait_for_the_end(flags, link):
+    link._pipe.recv()
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_agents_that_have_not_made_an_update_do_not_delay_the_end(in_step, caplog):
+    context = multiprocessing.get_context("forkserver")
+    flags = parse("--num_agents 2 --seed 1")
+    agents = Agents(flags, [[], []], context, wait_for_the_end, (), in_step, 0)
+    with contextlib.closing(agents):
+        agents.finish()
+        assert list(agents.updates()) == []
+        agents._deaths[0].count_work()  # one has: it is waited for, in step all are
+        assert not agents._are_done()
+        agents._held[0] = True
+        assert agents._are_done() != in_step
+    assert not caplog.records  # none was killed as silent
+
+
+def test_signals_are_handled_while_a_process_waits_for_the_imports_of_the_fork_server(monkeypatch):
+    blocked, context = [], multiprocessing.get_context("forkserver")
+    read = multiprocessing.forkserver.read_signed
+    masks = lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [])  # noqa: E731
+    monkeypatch.setattr(
+        multiprocessing.forkserver, "read_signed", lambda fd: blocked.append(masks()) or read(fd)
+    )
+    process = context.Process(target=int)
+    start_process(process, "one")
+    end_process(process, 60)
+    assert blocked[0] == set() and process.exitcode == 0
 
 
 def arguments_of(folder, env="CartPole-v1"):
