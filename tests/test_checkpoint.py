@@ -3,16 +3,19 @@
 
 import copy
 import os
+import random
 import re
 import threading
 
+import numpy as np
 import pytest
 import torch
-from small_run import create_learner, parse, save, update
+from small_run import create_learner, create_parser, parse, save, update
 
-from beast import checkpoint
+from beast import checkpoint, credentials
 from beast.errors import FlagError
 from beast.learner import Learner
+from beast.randomness import random_states
 from beast.weights import LocalWeights
 
 
@@ -26,8 +29,11 @@ def test_a_checkpoint_restores_everything(tmp_path):
     learner = create_learner(flags)
     assert not (tmp_path / "run" / "model.tar").exists() and checkpoint.load(flags) is None
     assert not checkpoint.resume(flags, learner)
-    saved = save(flags)
+    saved, states = save(flags), random_states()
+    draw = random.random(), np.random.random(), torch.rand(1)
     assert checkpoint.resume(flags, learner)
+    assert str(random_states()) == str(states)
+    assert (random.random(), np.random.random(), torch.rand(1)) == draw
     assert learner.stats == saved.stats and learner.step == 200
     for key in ("model", "optimizer", "scheduler"):
         mine, other = getattr(learner, key).state_dict(), getattr(saved, key).state_dict()
@@ -248,6 +254,29 @@ def test_the_best_checkpoint_has_the_highest_mean_return_also_after_resuming(tmp
     assert saved_step(flags, "best.tar") == 400
     play_and_save(writer, learner, [1.0] * 99)
     assert saved_step(flags, "best.tar") == saved_step(flags) == 700
+
+
+def test_the_best_checkpoint_is_compared_with_the_best_one_not_with_the_last_one(tmp_path):
+    flags = parse(tmp_path)
+    (tmp_path / "run").mkdir()
+    learner = create_learner(flags)
+    writer = checkpoint.Writer(flags, learner)
+    for mean, best in ((5.0, 100), (3.0, 100), (4.0, 100), (6.0, 400)):
+        update(learner)
+        learner.stats["game_returns"] = [mean] * 100
+        writer.save(learner)
+        assert saved_step(flags, "best.tar") == best
+
+
+def test_a_checkpoint_does_not_choose_which_secret_is_sent(tmp_path):
+    arguments = " ".join(f"--{name} /secret" for name in credentials.FLAGS)
+    parsers = [create_parser(), create_parser()]
+    for parser in parsers:
+        credentials.add_flags(parser)
+    save(parse(tmp_path, f"--xpid run {arguments} --frame_skip 2", parsers[0]))
+    resumed = parse(tmp_path, parser=parsers[1])
+    assert resumed.frame_skip == 2
+    assert [getattr(resumed, name) for name in credentials.FLAGS] == [None] * 4
 
 
 def test_no_checkpoint_is_written_while_updates_are_not_finite(tmp_path, caplog):

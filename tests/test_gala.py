@@ -494,10 +494,11 @@ class HasToHold(Exception):
     pass
 
 
-def learn_once(agent, is_replacement=False):
+def learn_once(agent, is_replacement=False, has_news=False):
     """Have an agent make one update that hardly moves it; return its rows and its baseline's bias.
 
-    At first the bias of agent 0 is 1, that of agent 1 is 2.
+    At first the bias of agent 0 is 1, that of agent 1 is 2. With news the in-peers send theirs;
+    then the bias that the agent has sent comes before its own.
     """
     flags = parse("--num_agents 3 --envs_per_agent 1 --learning_rate 1e-9 --env CartPole-v1")
     threads, batches = torch.get_num_threads(), []
@@ -509,6 +510,8 @@ def learn_once(agent, is_replacement=False):
         torch.nn.init.constant_(agents_net.baseline.bias, 1 + i)
     optimizer = gala.create_optimizer(flags, population)
     memory = AgentMemory(population, optimizer, [[2], [0], [1]])
+    if has_news:
+        publish_all(memory.mailboxes, population.agents)
 
     def hold():
         raise HasToHold
@@ -521,8 +524,13 @@ def learn_once(agent, is_replacement=False):
         make_net = functools.partial(gala.Net, spaces[0], sample.num_actions)
         gala.learn_alone(flags, link, rows | outputs, make_net, memory, None)
     torch.set_num_threads(threads)
-    memory.load(agent, population.agents[agent], optimizer)
-    return batches[0].rows, population.agents[agent].baseline.bias.item()
+    biases = []
+    for load_into in (memory.mailboxes.weights[agent].load_into,) * has_news + (
+        lambda net: memory.load(agent, net, optimizer),
+    ):
+        load_into(population.agents[agent])
+        biases.append(population.agents[agent].baseline.bias.item())
+    return batches[0].rows, *biases
 
 
 @pytest.mark.parametrize("is_replacement", [False, True])
@@ -530,6 +538,11 @@ def test_a_replacement_begins_with_the_weights_of_an_in_peer(is_replacement):
     _, bias = learn_once(1, is_replacement)
     # Those of agent 0 for a replacement of agent 1, else its own.
     assert bias == pytest.approx(1 if is_replacement else 2, abs=1e-3)
+
+
+def test_an_agent_sends_its_weights_as_they_are_before_it_mixes_them():
+    _, sent, own = learn_once(1, has_news=True)
+    assert (sent, own) == pytest.approx((2, 1.5), abs=1e-3)
 
 
 def test_agents_play_other_games_than_each_other_and_than_those_before(monkeypatch):

@@ -362,6 +362,32 @@ def test_learning_takes_a_clipped_step_for_each_minibatch_of_each_epoch(monkeypa
     assert metrics["explained_variance"] == pytest.approx(max(-1, 1 - unexplained.item()))
 
 
+def test_the_bootstrap_value_comes_from_the_state_before_the_last_row():
+    calls = []
+
+    class Net(Table):
+        def forward(self, inputs, agent_state):
+            calls.append((len(inputs["frame"]), agent_state[0].unique().tolist()))
+            return super().forward(inputs, agent_state)
+
+    model, flags = Net(), parse("--use_gru --num_minibatches 2 --num_epochs 1")
+    states = [(torch.full((1, N, 1), x),) for x in (1.0, 2.0)]
+    ppo.learn(flags, model, make_rows(Table()), states, ppo.create_optimizer(flags, model)[0])
+    assert calls == [(1, [2.0]), (T, [1.0]), (T, [1.0])]
+
+
+def test_advantages_are_scaled_by_the_moments_of_those_that_count():
+    model, batches = Table(), []
+    for scaling in ("none", "batch"):
+        flags = parse(f"--advantage_scaling {scaling}")
+        batches.append(ppo.compute_targets(flags, model, make_rows(model), ()))
+    mask, x = batches[0]["mask"], batches[0]["advantages"][batches[0]["mask"]]
+    assert not mask.all()
+    expected = (x - x.mean()) / x.std(correction=0)
+    torch.testing.assert_close(batches[1]["advantages"][mask], expected)
+    assert not batches[1]["advantages"][~mask].any()
+
+
 def begin(flags, create_env):
     """Return groups of environments in this process, their rollouts, model and optimizer."""
     n = flags.num_envs // flags.num_groups

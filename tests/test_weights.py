@@ -47,6 +47,20 @@ def test_weights_of_several_types_are_a_copy_with_a_version_that_counts(kind):
         weights.publish(model)
 
 
+def test_a_version_counts_once_its_weights_are_there(monkeypatch):
+    model, copy, versions = create_model(), torch._foreach_copy_, []
+    weights = SharedWeights(model)
+
+    def observed_copy(*args):
+        versions.append(weights.version)
+        copy(*args)
+        versions.append(weights.version)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", observed_copy)
+    weights.publish(model)
+    assert versions == [0, 0] and weights.version == 1
+
+
 def read_weights(weights, model, pipe):
     """Load weights 100,000 times; report of how many versions, and how often they were torn."""
     torch.set_num_threads(1)
