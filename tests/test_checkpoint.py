@@ -6,6 +6,7 @@ import os
 import random
 import re
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -45,6 +46,16 @@ def test_a_checkpoint_restores_everything(tmp_path):
     update(learner)
     assert torch.equal(learner.model.weight, saved.model.weight)
     assert learner.scheduler.get_last_lr() == saved.scheduler.get_last_lr() == [0.5 * 0.7]
+
+
+def test_weights_to_be_tested_are_those_of_the_moment_while_learning_goes_on(tmp_path):
+    flags = parse(tmp_path)
+    learner = create_learner(flags)
+    before = learner.model.weight.detach().clone()
+    packed = checkpoint.pack_weights(flags, learner.model, 0)
+    update(learner)
+    assert torch.equal(packed["model_state_dict"]["weight"], before)
+    assert not torch.equal(learner.model.weight, before)
 
 
 def test_the_optimizer_flags_of_the_call_hold_after_resuming(tmp_path):
@@ -256,8 +267,16 @@ def test_the_best_checkpoint_has_the_highest_mean_return_also_after_resuming(tmp
     assert saved_step(flags, "best.tar") == saved_step(flags) == 700
 
 
-def test_the_best_checkpoint_is_compared_with_the_best_one_not_with_the_last_one(tmp_path):
-    flags = parse(tmp_path)
+def test_the_best_checkpoint_is_compared_with_the_best_one_not_with_the_last_one(
+    tmp_path, monkeypatch
+):
+    flags, written, replace_file = parse(tmp_path), [], checkpoint.replace_file
+
+    def write(path, content):
+        replace_file(path, content)
+        written.append(path.name)
+
+    monkeypatch.setattr(checkpoint, "replace_file", write)
     (tmp_path / "run").mkdir()
     learner = create_learner(flags)
     writer = checkpoint.Writer(flags, learner)
@@ -266,6 +285,19 @@ def test_the_best_checkpoint_is_compared_with_the_best_one_not_with_the_last_one
         learner.stats["game_returns"] = [mean] * 100
         writer.save(learner)
         assert saved_step(flags, "best.tar") == best
+    # The best one first: it is never worse than the newest.
+    assert written[:2] == written[-2:] == ["best.tar", "model.tar"] and len(written) == 6
+
+
+def test_the_interval_counts_from_one_file_on_the_disk_to_the_next(tmp_path, monkeypatch):
+    flags, now = parse(tmp_path, "--xpid run --checkpoint_interval_s 10"), [100.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0)
+    monkeypatch.setattr(checkpoint, "time", clock)
+    learner = create_learner(flags)
+    writer = checkpoint.Writer(flags, learner)
+    monkeypatch.setattr(checkpoint, "replace_file", lambda *_: now.insert(0, now[0] + 3))
+    writer.save(learner)  # as slowly the next time: at 107, to be there at 110
+    assert not writer.are_due(within=3) and writer.are_due(within=5)
 
 
 def test_a_checkpoint_does_not_choose_which_secret_is_sent(tmp_path):

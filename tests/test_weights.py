@@ -6,6 +6,7 @@ import multiprocessing
 import pytest
 import torch
 
+import beast.weights
 from beast.weights import LocalWeights, SharedWeights
 
 both = pytest.mark.parametrize("kind", [SharedWeights, LocalWeights])
@@ -47,18 +48,44 @@ def test_weights_of_several_types_are_a_copy_with_a_version_that_counts(kind):
         weights.publish(model)
 
 
-def test_a_version_counts_once_its_weights_are_there(monkeypatch):
-    model, copy, versions = create_model(), torch._foreach_copy_, []
+def test_the_newest_version_stays_whole_while_the_next_one_is_written(monkeypatch):
+    model, reader, copy = create_model(), create_model(), torch._foreach_copy_
     weights = SharedWeights(model)
 
-    def observed_copy(*args):
-        versions.append(weights.version)
-        copy(*args)
-        versions.append(weights.version)
+    def observed_copy(targets, sources):
+        monkeypatch.setattr(torch, "_foreach_copy_", copy)
+        copy(targets, sources)
+        assert weights.load_into(reader) == 0
+        assert all((p == 0).all() for p in reader.parameters())
 
+    set_weights(model, 1)
     monkeypatch.setattr(torch, "_foreach_copy_", observed_copy)
     weights.publish(model)
-    assert versions == [0, 0] and weights.version == 1
+    assert weights.load_into(reader) == 1
+
+
+def test_weights_of_threads_are_loaded_though_newer_ones_are_published_meanwhile(monkeypatch):
+    model, reader, copy = create_model(), create_model(5), torch._foreach_copy_
+    weights = LocalWeights(model)
+    first = weights.version
+
+    def interrupted_copy(targets, sources):
+        monkeypatch.setattr(torch, "_foreach_copy_", copy)
+        set_weights(model, 1)
+        weights.publish(model)
+        copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", interrupted_copy)
+    assert weights.load_into(reader) == first
+    assert all((p == 0).all() for p in reader.parameters())
+
+
+def test_there_must_be_room_for_all_copies(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(beast.weights, "check_shared_memory", lambda size, what: sizes.append(size))
+    model = torch.nn.Linear(16, 1, bias=False)  # a cache line
+    SharedWeights(model, num_slots=3)
+    assert sizes == [3 * 64]
 
 
 def read_weights(weights, model, pipe):
