@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does a run lose that is killed and resumed, again and again?
 
-    python campaigns/preemption.py [--kills 100] [--program both] [--seed 0]
+    python campaigns/preemption.py [--kills 100] [--program all] [--seed 0]
 
-Trains Catch (catch.py, catch_poly.py of tests/helpers) with a checkpoint every two seconds, sends
-SIGKILL to the learner or to its whole process group, and resumes. One of five kills comes while the
-program starts, two in the next five seconds, and two while a checkpoint is being written.
+Trains Catch (catch.py, catch_poly.py of tests/helpers) and CartPole (ppo.py, gala.py) with a
+checkpoint every two seconds, sends SIGKILL to the learner or to its process group, and resumes. One
+of five kills comes while the program starts, two in the next five seconds, and two while a
+checkpoint is being written.
 
 After each kill: both checkpoints can be read and are no older than before, at most one interval is
 lost, and nothing is left behind. After each start: the run resumes at the checkpoint's step, with
@@ -37,11 +38,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers"), str(ROOT / "benchmar
 
 INTERVAL = 2  # seconds between checkpoints, of which at most one may be lost
 LEARNING_RATE, TOTAL_STEPS = 0.001, 200_000_000
-FORKS = {"monobeast": "catch", "polybeast": "catch_poly"}
+FORKS = {"monobeast": "catch", "polybeast": "catch_poly", "ppo": "ppo", "gala": "gala"}
 ARGUMENTS = {
-    "monobeast": "--num_actors 2 --envs_per_actor 4",
-    "polybeast": "--num_servers 2 --envs_per_stream 4",
+    "monobeast": "--env Catch --num_actors 2 --envs_per_actor 4 --batch_size 4",
+    "polybeast": "--env Catch --num_servers 2 --envs_per_stream 4 --batch_size 4",
+    "ppo": "--env CartPole-v1 --num_env_processes 2",
+    "gala": "--env CartPole-v1 --num_agents 2",
 }
+# What first gets the restored model and optimizer, as which of its arguments: of gala.py's agents
+# the main process has all.
+RESTORED = {"gala": ("AgentMemory", 0, 1)}
 PATIENCE = 300  # seconds for anything that should happen, on a busy machine
 OF_TORCH = "torchinductor_"  # folders that PyTorch leaves behind
 
@@ -54,23 +60,27 @@ def digest(model_state_dict):
     return result.hexdigest()
 
 
-def learning_rate(step):
-    return LEARNING_RATE * (1 - min(step, TOTAL_STEPS) / TOTAL_STEPS)
+def learning_rate(name, step):
+    decay = 1 if name == "gala" else 1 - min(step, TOTAL_STEPS) / TOTAL_STEPS
+    return LEARNING_RATE * decay
 
 
 def run_fork(name, report, arguments):
     """Run a program; write into the file `report` with what its first update began."""
     importlib.import_module(FORKS[name])
     program = importlib.import_module(name)
-    learn = program.learn
+    importlib.import_module("beast.run").LOG_INTERVAL = 0.5
+    function, model, optimizer = RESTORED.get(name, ("learn", 1, 4))
+    begin = getattr(program, function)
 
-    def report_and_learn(flags, model, batch, initial_agent_state, optimizer, *others):
-        program.learn = learn
-        first = {"weights": digest(model.state_dict()), "lr": optimizer.param_groups[0]["lr"]}
+    def report_and_begin(*args):
+        setattr(program, function, begin)
+        lr = args[optimizer].param_groups[0]["lr"]
+        first = {"weights": digest(args[model].state_dict()), "lr": lr}
         pathlib.Path(report).write_text(json.dumps(first))
-        return learn(flags, model, batch, initial_agent_state, optimizer, *others)
+        return begin(*args)
 
-    program.learn = report_and_learn
+    setattr(program, function, report_and_begin)
     program.run_program(lambda: program.main(arguments))
 
 
@@ -98,9 +108,9 @@ class Campaign:
         from program import Program
 
         self.report.unlink(missing_ok=True)
-        arguments = f"--fork {self.name} {self.report} {ARGUMENTS[self.name]} --env Catch "
+        arguments = f"--fork {self.name} {self.report} {ARGUMENTS[self.name]} --disable_cuda "
         arguments += f"--xpid run --savedir {self.run.parent} --checkpoint_interval_s {INTERVAL} "
-        arguments += f"--batch_size 4 --learning_rate {LEARNING_RATE} --total_steps {TOTAL_STEPS}"
+        arguments += f"--learning_rate {LEARNING_RATE} --total_steps {TOTAL_STEPS}"
         return Program(__file__, arguments, TMPDIR=str(self.temporary))
 
     def kill(self, when, whole_group):
@@ -111,6 +121,8 @@ class Campaign:
                 time.sleep(self.dice.uniform(0, 6))
             else:
                 program.wait_until(self.report.exists, PATIENCE)
+                if self.name == "gala":  # whose agents have yet to start
+                    program.wait_until(lambda: "Saved" in program.output, PATIENCE)
                 began = time.time()
                 time.sleep(self.dice.uniform(0, 5))
             members, deadline = program.members(), time.monotonic() + 2 * INTERVAL
@@ -153,7 +165,10 @@ class Campaign:
         if first:
             step = self.saved["step"] if self.saved else 0
             self.check(bool(resumed) == bool(self.saved), "resumed without a checkpoint, or not")
-            self.check(first["lr"] == learning_rate(step), f"learning rate {first['lr']} at {step}")
+            self.check(
+                first["lr"] == learning_rate(self.name, step),
+                f"learning rate {first['lr']} at {step}",
+            )
             if self.saved:
                 same = first["weights"] == self.saved["weights"]
                 self.check(same, "other weights than the checkpoint's")
@@ -171,7 +186,7 @@ class Campaign:
         ticks = [int(row["_tick"]) for row in rows]
         self.check(ticks == list(range(len(rows))), "ticks are missing in logs.csv")
         for step, row in zip(steps, rows, strict=True):
-            rate, expected = float(row["learning_rate"]), learning_rate(step)
+            rate, expected = float(row["learning_rate"]), learning_rate(self.name, step)
             self.check(rate == expected, f"learning rate {rate} at step {step}, not {expected}")
         self.last_step = steps[-1] if steps else 0
 
@@ -225,11 +240,11 @@ class Campaign:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100, help="of each program (default: 100)")
-    parser.add_argument("--program", default="both", choices=["both", *FORKS])
+    parser.add_argument("--program", default="all", choices=["all", *FORKS])
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
     flags = parser.parse_args()
     campaigns, start = [], time.monotonic()
-    for name in FORKS if flags.program == "both" else [flags.program]:
+    for name in FORKS if flags.program == "all" else [flags.program]:
         with tempfile.TemporaryDirectory(prefix="preemption-") as folder:
             campaign = Campaign(name, pathlib.Path(folder), random.Random(flags.seed))
             campaigns.append(campaign)

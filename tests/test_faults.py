@@ -21,12 +21,12 @@ def test_training_survives_faults_names_them_and_leaves_nothing_behind(program, 
 
 
 @pytest.mark.whole
-def test_a_few_kills_at_random_moments_lose_nothing_that_was_saved():
+@pytest.mark.parametrize("program", ["monobeast", "polybeast", "ppo", "gala"])
+def test_a_few_kills_at_random_moments_lose_nothing_that_was_saved(program):
     # It sees for itself that everything is as it should be.
-    status, output = run(ROOT / "campaigns" / "preemption.py", "--kills 2")
+    status, output = run(ROOT / "campaigns" / "preemption.py", "--kills 2 --program", program)
     assert status == 0, output
-    for program in ("monobeast", "polybeast"):
-        assert f"| {program} | 2 | 0 + 1 + 1 |" in output, output
+    assert f"| {program} | 2 | 0 + 1 + 1 |" in output, output
 
 
 def samples(memory_at, pids=(1, 2)):
