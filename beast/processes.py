@@ -105,10 +105,11 @@ def lead_group():
     """
     os.setpgid(0, 0)
     pipe = multiprocessing.parent_process().sentinel
-    # When its other end is closed, the kernel sends the group a SIGIO, or what F_SETSIG says.
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    with contextlib.suppress(OSError):  # a sandbox may not know it: exit_with_parent is left then
+        # When its other end is closed, the kernel sends the group a SIGIO, or what F_SETSIG says.
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def exit_with_parent(pipe=None, end=exit_now, while_alive=lambda: None):
