@@ -29,7 +29,7 @@ def has_bf16(device):
     """Return whether the device multiplies in bfloat16 by itself, and faster than in float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    features = torch.cpu.get_capabilities()
+    features = getattr(torch.cpu, "get_capabilities", dict)()  # older torch has none
     if not (features.get("avx512_bf16") or features.get("amx_bf16")):
         return False
     # An Intel Xeon that has the instructions, but not AMX, takes twice as long in bfloat16.

@@ -92,6 +92,8 @@ def test_a_processor_has_bf16_if_it_multiplies_in_it_and_faster_so(
     monkeypatch.setattr(precision, "time_of_product", times.get)
     has_bf16 = precision.has_bf16.__wrapped__  # what it answered before is kept
     assert has_bf16(torch.device("cpu")) == (bool(features) and is_faster)
+    monkeypatch.delattr(torch.cpu, "get_capabilities")  # as in older torch
+    assert not has_bf16(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
