@@ -133,13 +133,11 @@ def main():
     parser.add_argument("--frame_skip", type=int, default=4, help="frames an agent step")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each way")
     parser.add_argument("--steps", type=int, default=3000, help="agent steps a measurement")
-    parser.add_argument("--core", type=int, default=None, help="core to run on; else the last one")
     parser.add_argument("--seed", type=int, default=1, help="of games and actions")
     flags = parser.parse_args()
 
     print_header(ale_py, gym, np)
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(cores) if flags.core is None else flags.core})
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     gym.register_envs(ale_py)
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     num_actions = gym.make(flags.env).action_space.n

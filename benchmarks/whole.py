@@ -267,7 +267,6 @@ def main():
     parser.add_argument("--seconds", type=float, default=10, help="for a part (default: 10)")
     parser.add_argument("--whole_seconds", type=float, default=45, help="(default: 45)")
     parser.add_argument("--program", default="monobeast", choices=[*PROGRAMS, "both"])
-    parser.add_argument("--only_whole", action="store_true", help="leave the parts out")
     options, arguments = parser.parse_known_args()
     print_header(ale_py, gym, np, torch)
     for program_name in PROGRAMS if options.program == "both" else [options.program]:
@@ -276,25 +275,17 @@ def main():
         program.check_flags(flags)
         what = f"{program_name}, {flags.env}, {flags.precision}, {get_device(flags)}"
         print(f"\n- {what}, median of {options.repeats} rounds", flush=True)
-        parts = [] if options.only_whole else PARTS
-        rates, logs = {name: [] for name in [*parts, "whole program"]}, []
+        rates, logs = {name: [] for name in [*PARTS, "whole program"]}, []
         for _ in range(options.repeats):
             rate, log = measure_whole(program, arguments, options.whole_seconds)
             rates["whole program"].append(rate)
             logs.append(log)
             num_rows = round(log.get("inference_batch_size", 0)) or get_num_envs(program, flags)
-            for name in parts:
+            for name in PARTS:
                 rate = measure_apart(name, program_name, flags, num_rows, options.seconds)
                 rates[name].append(rate)
         log = {key: statistics.mean(each[key] for each in logs) for key in logs[0]}
-        if parts:
-            report(program, flags, rates, log)
-            continue
-        waits, side = name_waits(log)
-        rates = sorted(rates["whole program"])
-        spread = f"{statistics.median(rates):,.0f} steps/s ({rates[0]:,.0f} to {rates[-1]:,.0f})"
-        batch = log.get("inference_batch_size", get_num_envs(program, flags))
-        print(f"- {spread}; {waits}; {batch:.1f} rows an inference; bottleneck: {side}", flush=True)
+        report(program, flags, rates, log)
 
 
 if __name__ == "__main__":

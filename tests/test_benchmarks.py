@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each benchmark still measures: programs change, and what times them must follow."""
 
+import os
+import re
+import subprocess
+
 import pytest
 from program import ROOT, run
 
@@ -27,3 +31,32 @@ def test_a_benchmark_ends_with_a_table(command):
     status, output = run(ROOT / "benchmarks" / name, arguments)
     assert status == 0 and "|---|" in output, output
     assert not any(word in output for word in (" nan ", " inf "))
+
+
+def run_gpu_sh(tmp_path, python, *arguments):
+    folders = {"OUT": str(tmp_path), "PREFIX": str(tmp_path / "prefix"), "PYTHON": python}
+    command = ["bash", ROOT / "benchmarks/gpu.sh", *arguments]
+    result = subprocess.run(command, env=os.environ | folders, capture_output=True, text=True)
+    assert (tmp_path / "results.txt").read_text() == result.stdout
+    assert (tmp_path / "runs.tar.gz").exists()
+    return result.returncode, result.stdout
+
+
+@pytest.mark.parametrize(("part", "minutes"), [("long", 9), ("short", 3)])
+@pytest.mark.parametrize("python", ["true", "false"])  # the programs
+def test_each_part_of_gpu_sh_runs_all_stages_and_is_limited(tmp_path, part, minutes, python):
+    status, output = run_gpu_sh(tmp_path, python, part)
+    assert int(re.search("at most ([0-9]+) s", output)[1]) < 60 * minutes
+    stages = re.findall("^== ([a-z]+) took", output, re.M)
+    wanted = ["machine", "setup", "tests", "whole", "pong"]
+    assert stages == (wanted if part == "long" else wanted[1:4])
+    failed = "none" if python == "true" else " ".join(f"{stage} (status 1)" for stage in stages)
+    assert output.endswith(f"failed: {failed}\n") and status == (failed != "none")
+
+
+def test_a_stage_of_gpu_sh_that_hangs_is_ended_and_the_next_one_runs(tmp_path):
+    hanging = tmp_path / "python"
+    hanging.write_text("#!/bin/sh\nexec sleep 100\n")
+    hanging.chmod(0o755)
+    status, output = run_gpu_sh(tmp_path, str(hanging), "tests=1", "pong=1")
+    assert status == 1 and output.endswith("failed: tests (status 124) pong (status 124)\n")
