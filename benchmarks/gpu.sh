@@ -65,9 +65,16 @@ PYTHON
 }
 
 tests() {
-  local options=(tests/test_cuda.py --numprocesses 6)
+  local options=(tests/test_cuda.py --numprocesses 6 --dist worksteal)
   if [ "$QUICK" ]; then options=(tests/test_cuda.py -k "not on_another_device and not moment"); fi
-  "$PYTHON" -m pytest -v --durations 5 -p no:cacheprovider "${options[@]}"
+  # Failures are printed at once too, since the report may come too late.
+  cat >"$PREFIX/site/print_failures.py" <<'PYTHON'
+def pytest_runtest_logreport(report):
+    if report.failed:
+        print(report.longreprtext, report.capstdout, report.capstderr, flush=True)
+PYTHON
+  "$PYTHON" -m pytest -v --timeout $((STAGE_LIMIT * 2 / 3)) --durations 5 -p no:cacheprovider \
+    -p print_failures "${options[@]}"
 }
 
 whole() {
@@ -133,7 +140,9 @@ except subprocess.TimeoutExpired:
     process.kill()
 if len(rows) < 2:
     sys.exit(f"{output.read_text()[-3000:]}\nIt logged too few rows.")
-print(f"{steps_per_second(rows):,.0f} steps/s;", {k: v for k, v in rows[-1].items() if v})
+rate = steps_per_second(rows[len(rows) // 3 :] if len(rows) > 3 else rows)  # the rest is warm-up
+print(f"{rate:,.0f} steps/s; the last row:",
+      *(f"{key} {float(x):.4g}" for key, x in rows[-1].items() if x and key[0] != "_"))
 PYTHON
 }
 
@@ -155,7 +164,8 @@ esac
 run_stages() {
   local stage total=0 begin limit failed=()
   for stage in "${stages[@]}"; do total=$((total + ${stage#*=} * ${SLOWER:-1} + 5)); done
-  echo "== $(git describe --always --dirty 2>/dev/null || cat gpu_packages/commit): at most $total s"
+  echo "== commit $(git describe --always --dirty 2>/dev/null || cat gpu_packages/commit), at most" \
+    "$total s"
   for stage in "${stages[@]}"; do
     echo "== ${stage%=*}, $(date -u +'%F %T')"
     begin=$SECONDS
