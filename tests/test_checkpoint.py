@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: what they bring back, which ones are refused, and when they are written."""
 
+import contextlib
 import copy
 import os
 import random
@@ -330,6 +331,25 @@ def test_no_checkpoint_is_written_while_updates_are_not_finite(tmp_path, caplog)
         learner.model.weight[0, 0] = torch.nan
     writer.save(learner)
     assert writer.failure and saved_step(flags) == 300
+
+
+def test_other_processes_hold_still_while_a_checkpoint_is_packed_not_while_it_is_written(
+    tmp_path, monkeypatch
+):
+    flags, events, pack = parse(tmp_path), [], checkpoint.pack
+    learner = create_learner(flags)
+
+    @contextlib.contextmanager
+    def hold():
+        events.append("hold")
+        yield
+        events.append("go on")
+
+    learner.hold = hold
+    monkeypatch.setattr(checkpoint, "pack", lambda *args: events.append("pack") or pack(*args))
+    monkeypatch.setattr(checkpoint, "replace_file", lambda *_: events.append("write"))
+    checkpoint.Writer(flags, learner).save(learner)
+    assert events == ["hold", "pack", "go on", "write"]
 
 
 def test_the_lock_is_free_while_the_disk_is_written_to(tmp_path):
