@@ -333,6 +333,21 @@ def test_no_checkpoint_is_written_while_updates_are_not_finite(tmp_path, caplog)
     assert writer.failure and saved_step(flags) == 300
 
 
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_and_says_which(
+    tmp_path, monkeypatch
+):
+    def fail(*_):
+        raise OSError(28, "No space left")
+
+    flags = parse(tmp_path)
+    new, resumed = checkpoint.Writer(flags, create_learner(flags)), save(flags)
+    writers = (new, "there is none"), (checkpoint.Writer(flags, resumed), "that of step 200 stays")
+    monkeypatch.setattr(checkpoint, "replace_file", fail)
+    for writer, what in writers:
+        writer.save(resumed)
+        assert writer.failure.endswith(f"of step 200 could not be written (No space left): {what}")
+
+
 def test_other_processes_hold_still_while_a_checkpoint_is_packed_not_while_it_is_written(
     tmp_path, monkeypatch
 ):
