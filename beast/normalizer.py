@@ -56,7 +56,10 @@ class Normalizer(nn.Module):
 
 
 class RewardScaler(nn.Module):
-    """Divides rewards by the standard deviation of discounted returns up to each step."""
+    """Divides rewards by the standard deviation of discounted returns up to each step.
+
+    In double precision, since the sum of large rewards may be infinite as a float32.
+    """
 
     def __init__(self, limit=10.0):
         super().__init__()
@@ -72,15 +75,16 @@ class RewardScaler(nn.Module):
           rewards, done: [T, N], of the row that each transition enters.
           mask: [T, N]; transitions where it is false do not count.
         """
-        returns, current = [], self._return.to(rewards)
+        x, returns = rewards.double(), []
+        current = self._return.to(x)
         if current.shape != rewards.shape[1:]:
-            current = torch.zeros_like(rewards[0])
-        for reward, ends in zip(rewards, done, strict=True):
+            current = torch.zeros_like(x[0])
+        for reward, ends in zip(x, done, strict=True):
             returns.append(reward + discounting * current)
             current = torch.where(ends, 0, returns[-1])
         self._return = current
         self.returns.update(torch.stack(returns)[mask].unsqueeze(1))
-        return (rewards / self.returns.std().to(rewards.dtype)).clamp(-self._limit, self._limit)
+        return (x / self.returns.std()).clamp(-self._limit, self._limit).to(rewards.dtype)
 
 
 def flatten(frame):

@@ -279,6 +279,25 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
     np.testing.assert_allclose(scaled.numpy(), expected.clip(-10, 10), rtol=1e-9)
 
 
+def test_rewards_are_divided_also_where_their_returns_are_infinite_as_float32():
+    scaler, mask = RewardScaler(), torch.ones(20, 2, dtype=torch.bool)
+    for size in (3e38, -3e38, 1.0):
+        rewards = torch.full((20, 2), size)
+        scaled = scaler(rewards, torch.zeros(20, 2, dtype=torch.bool), mask, 0.99)
+        assert scaled.dtype == torch.float32 and scaled.isfinite().all()
+        assert size == 1 or 0 < abs(scaled[0, 0]) <= 10
+
+
+def test_scaled_rewards_end_where_episodes_do():
+    model, rows = Table(), make_rows(Table())
+    model.reward_scaler, scaler = RewardScaler(), RewardScaler()
+    found = ppo.compute_targets(parse("--reward_scaling std"), model, rows, ())
+    mask = ~(rows["truncated"] | rows["terminated"])[:-1]
+    rows["reward"][1:] = scaler(rows["reward"][1:], rows["done"][1:], mask, 0.99)
+    expected = ppo.compute_targets(parse("--reward_scaling none"), model, rows, ())
+    assert torch.equal(found["vs"], expected["vs"])
+
+
 @pytest.mark.parametrize("continuous", [False, True])
 def test_one_epoch_of_one_minibatch_has_the_gradient_of_a2c(continuous):
     model = Table(continuous)
