@@ -48,7 +48,7 @@ class AtariEnvironments:
         try:
             self._envs, fire, self._max_frames = _make(flags, num_envs, num_threads)
         except Exception as error:
-            raise EnvError(f"{name}: cannot create the environments: {error}") from error
+            raise EnvError(f"{name}: cannot create the environments: {error}") from None
         self._between_lives = int(fire)  # an action: FIRE is 1 in each set that has it, no-op is 0
         self.action_space = self._envs.single_action_space
         self.num_actions = int(self.action_space.n)

@@ -5,6 +5,8 @@ import difflib
 
 import gymnasium as gym
 
+from beast.errors import FlagError
+
 
 def is_game(env_id):
     """Return whether an id of Gymnasium is a game of ale-py."""
@@ -26,7 +28,7 @@ def find_spec(env_id):
     """Return Gymnasium's spec of an id that is a game of ale-py.
 
     Raises:
-      ValueError: it is not, or what it is registered with cannot be done; the message says what
+      FlagError: it is not, or what it is registered with cannot be done; the message says what
         to do instead.
     """
     _register()
@@ -35,24 +37,24 @@ def find_spec(env_id):
     except gym.error.Error as error:
         games = {i.lower(): i for i, s in gym.registry.items() if is_spec_of_game(s)}
         near = [games[i] for i in difflib.get_close_matches(env_id.lower(), games)]
-        raise ValueError(
+        raise FlagError(
             f"there is no environment {env_id!r} ({error}); "
             + (f"is it {' or '.join(near)}? Else " if near else "")
             + "name a game of ale-py, such as PongNoFrameskip-v4 or ALE/Pong-v5"
-        ) from error
+        ) from None
     if not is_spec_of_game(spec):
-        raise ValueError(
+        raise FlagError(
             f"{env_id} is not a game of ale-py, so Atari preprocessing does not fit it; name one, "
             "such as PongNoFrameskip-v4 or ALE/Pong-v5, or edit create_env (docs/environment.md)"
         )
     # Our frame skip drives the emulator itself, below such wrappers.
     if spec.max_episode_steps is not None:
-        raise ValueError(
+        raise FlagError(
             f"{env_id} is registered with max_episode_steps, which would not end a game here: "
             "register it with kwargs={'max_num_frames_per_episode': ...} instead"
         )
     if spec.additional_wrappers:
-        raise ValueError(
+        raise FlagError(
             f"{env_id} is registered with additional_wrappers, which would see no step here: edit "
             "create_env to add them (docs/environment.md)"
         )
@@ -61,7 +63,7 @@ def find_spec(env_id):
 
 def check_sticky_actions(sticky_actions):
     if not 0 <= sticky_actions <= 1:
-        raise ValueError(f"sticky_actions is a probability from 0 to 1, not {sticky_actions}")
+        raise FlagError(f"sticky_actions is a probability from 0 to 1, not {sticky_actions}")
 
 
 def waits_for_fire(ale):

@@ -101,7 +101,7 @@ def load(flags, name=NEWEST):
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise FlagError(
             f"cannot read the checkpoint {path}: it is damaged, or none at all ({reason}); {advice}"
-        ) from error
+        ) from None
     wanted = {"model_state_dict", "optimizer_state_dict", "scheduler_state_dict", "step", "stats"}
     wanted |= {"random_states", "flags"}
     if not isinstance(checkpoint, dict) or not wanted <= checkpoint.keys():

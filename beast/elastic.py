@@ -259,7 +259,7 @@ class ElasticGroup:
         except Exception as error:  # of several types, since the library is written in Rust
             raise EnvError(
                 f"cannot join others via the lighthouse at {self._lighthouse}, as {host}: {error!r}"
-            ) from error
+            ) from None
 
     def _start_quorum(self):
         """Agree on who takes part; return whether this learner took the state of another one."""
@@ -277,7 +277,7 @@ class ElasticGroup:
                     raise EnvError(
                         f"the lighthouse at {self._lighthouse} has not answered, so this learner "
                         f"ends: {error!r}"
-                    ) from error
+                    ) from None
                 logging.warning("No quorum for %d s: too many other learners hang", QUORUM_TIMEOUT)
                 self._manager._quorum_future = None  # or it would raise the same error again
         before, self.size = self.size, self._manager.num_participants()
@@ -304,7 +304,7 @@ class ElasticGroup:
             # A copy, since the received tensors lie in memory that must not be written to.
             self._learner.load_state(copy.deepcopy(received["state"]))
         except Exception as error:
-            raise EnvError(f"cannot take the state of another learner: {error!r}") from error
+            raise EnvError(f"cannot take the state of another learner: {error!r}") from None
         self._is_healed = True
         logging.info("Took weights and counts from another learner")
 

@@ -12,7 +12,7 @@ import torch
 
 from beast import checkpoint, credentials, elastic, evaluate, torchrun
 from beast.checkpoint import BEST, NEWEST, run_path
-from beast.errors import EnvError, FlagError
+from beast.errors import EnvError, FlagError, format_cause
 from beast.machine import keep_freed_memory
 from beast.parser import non_negative, positive
 from beast.processes import exit_on_signals, exit_with_parent, start_logging
@@ -189,7 +189,7 @@ def _refuse_missing_run(flags):
 
 
 def run_program(main):
-    """Run a program's `main` and exit with its status; user errors get no traceback."""
+    """Run a program's `main` and exit with its status; user errors are printed as one line."""
     start_logging()
     if not torch.cuda.is_available():
         keep_freed_memory()
@@ -198,4 +198,4 @@ def run_program(main):
     try:
         sys.exit(main())
     except (FlagError, EnvError) as error:
-        sys.exit(f"{os.path.basename(sys.argv[0])}: {error}")
+        sys.exit(f"{format_cause(error)}{os.path.basename(sys.argv[0])}: {error}")

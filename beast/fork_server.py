@@ -53,7 +53,7 @@ def start_process(process, name):
         raise EnvError(
             f"{name} cannot be started ({error!r}): look for an error above, for free memory, and "
             "at the limits of processes and files (ulimit -u, -n)"
-        ) from error
+        ) from None
     _running.add(process)
     # At its exit multiprocessing would wait for it, as it is not daemonic: environments may start
     # processes of their own. It ends with this one all the same (lead_group).

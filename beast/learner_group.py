@@ -181,7 +181,7 @@ class LearnerGroup:
             raise EnvError(
                 f"another learner has ended, or has not answered for {TIMEOUT} s: see its log "
                 f"({reason})"
-            ) from error
+            ) from None
 
     def _kill_stopped_ranks(self):
         """Kill ranks of this machine that are stopped: torchrun would give them 30 s to end."""

@@ -138,7 +138,7 @@ def _check_state(state, new_state, where):
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         if isinstance(error, FlagError):
             raise
-        raise FlagError(f"{where} returns a state unlike its initial_state: {error!r}") from error
+        raise FlagError(f"{where} returns a state unlike its initial_state: {error!r}") from None
 
 
 class Image(NamedTuple):

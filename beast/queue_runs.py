@@ -248,7 +248,7 @@ class Queue:
             lines = self._path.read_text().splitlines() if self._path.exists() else []
         except OSError as error:
             reason = "another queue uses it" if isinstance(error, BlockingIOError) else error
-            raise FlagError(f"cannot use --savedir {runs[0].savedir}: {reason}") from error
+            raise FlagError(f"cannot use --savedir {runs[0].savedir}: {reason}") from None
         self._rows = {row.get("xpid"): row for row in csv.DictReader(lines)}  # of earlier queues
         self._rows |= {run.xpid: {"xpid": run.xpid, "status": "waiting"} for run in runs}
 

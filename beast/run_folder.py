@@ -72,7 +72,7 @@ class RunFolder:
         except OSError as error:
             if self._lock is not None:
                 self._lock.close()  # here, since whoever keeps the error keeps this object
-            raise FlagError(f"cannot use --savedir {flags.savedir}: {error}") from error
+            raise FlagError(f"cannot use --savedir {flags.savedir}: {error}") from None
         _link_latest(self.path)
         logging.getLogger().addHandler(self._out)
         self._csv = self._events = self._wandb = self.checkpoints = self.evaluations = None
@@ -96,7 +96,7 @@ class RunFolder:
             self._meta["device"] = str(learner.device)
             self._write_meta()
         except OSError as error:
-            raise FlagError(f"cannot use --savedir {self._flags.savedir}: {error}") from error
+            raise FlagError(f"cannot use --savedir {self._flags.savedir}: {error}") from None
         if self._flags.wandb:
             self._start_wandb(step)
         self.checkpoints = checkpoint.Writer(self._flags, learner)
@@ -150,7 +150,7 @@ class RunFolder:
         try:
             self._wandb = wandb.init(dir=self.path, config=vars(self._flags), **arguments)
         except wandb.Error as error:
-            raise FlagError(f"--wandb: {error} (WANDB_MODE=offline needs no login)") from error
+            raise FlagError(f"--wandb: {error} (WANDB_MODE=offline needs no login)") from None
         self._meta["wandb"] = self._wandb.id
         self._write_meta()
 
@@ -177,7 +177,7 @@ class LearnerLog:
             self.path.mkdir(parents=True, exist_ok=True)
             self._out = LogHandler(self.path / f"out.{name}.log", LOG_FORMAT)
         except OSError as error:
-            raise FlagError(f"cannot use --savedir {flags.savedir}: {error}") from error
+            raise FlagError(f"cannot use --savedir {flags.savedir}: {error}") from None
         logging.getLogger().addHandler(self._out)
 
     def start(self, learner):

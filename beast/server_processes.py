@@ -18,6 +18,7 @@ import time
 
 import libtorchbeast
 from beast.addresses import remove_folder, remove_socket
+from beast.errors import format_cause
 from beast.processes import (
     HANDLED_SIGNALS,
     STOP_SIGNALS,
@@ -77,8 +78,8 @@ def server_main(run_server, flags, address, seed, pipe, busy_since):
     start_logging()
     try:
         run_server(flags, address, seed, started, [signal.SIGTERM], busy_since)
-    except Exception as error:
-        pipe.send(str(error) or type(error).__name__)
+    except (ValueError, RuntimeError, ImportError, OSError) as error:  # else all is printed
+        pipe.send((str(error) or type(error).__name__, format_cause(error)))
         sys.exit(1)
 
 
@@ -87,7 +88,7 @@ class ServerProcess:
 
     Args:
       run_server: called in the process as in polybeast_env.py. The process sends None when
-        learners can connect, or a text that says why it ends.
+        learners can connect, or why it ends: a line, and the traceback to be printed above it.
     """
 
     def __init__(self, run_server, flags, address, number):
@@ -113,7 +114,7 @@ class ServerProcess:
             self.process.start()
         far_end.close()
         self.start_time = time.monotonic()
-        self.failure = None
+        self.failure, self.traceback = None, ""
 
     def handles(self):
         """Return what becomes ready when there is news of the process."""
@@ -133,8 +134,9 @@ class ServerProcess:
         dead = not self.process.is_alive()  # asked first, so that no last message is lost
         with contextlib.suppress(EOFError, OSError):
             while self.pipe.poll():
-                self.failure = self.pipe.recv()
-                if self.failure is None:
+                if message := self.pipe.recv():
+                    self.failure, self.traceback = message
+                else:
                     self.has_served = True
                     logging.info("serving on %s", self.address)
         if dead:
@@ -160,6 +162,7 @@ class ServerProcess:
         code, now = self.process.exitcode, time.monotonic()
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
         cause = self.failure or f"the server of {self.address} ended, {how}"
+        sys.stderr.write(self.traceback)
         if not self.has_served:
             raise RuntimeError(cause)
         if now - self.start_time > 2 * LONGEST_PAUSE:

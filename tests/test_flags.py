@@ -12,8 +12,8 @@ from small_run import create_parser, parse, save
 import monobeast
 import polybeast
 from beast.addresses import consecutive_addresses, expand_addresses
-from beast.errors import FlagError
-from beast.flags import parse_flags
+from beast.errors import EnvError, FlagError
+from beast.flags import parse_flags, run_program
 
 both = pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: p.__name__)
 
@@ -49,6 +49,25 @@ def test_a_flag_that_cannot_be_is_refused_in_one_line(program, capsys, arguments
     (line,) = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and message in line
     assert line.startswith(f"{program.__name__}.py: ") and "--help" in line
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_an_error_in_code_of_a_users_own_is_shown_above_the_line(monkeypatch, is_own):
+    monkeypatch.setattr(sys, "argv", ["a/program.py"])
+    for name in ("start_logging", "keep_freed_memory", "signal.signal"):
+        monkeypatch.setattr(f"beast.flags.{name}", lambda *_: None)
+
+    def main():
+        try:
+            raise KeyError("speed") if is_own else FlagError("wrong")
+        except Exception as error:
+            raise EnvError("step(3) failed") from error
+
+    with pytest.raises(SystemExit) as end:
+        run_program(main)
+    trace, line = end.value.code.split("program.py: ")
+    assert line == "step(3) failed" and trace.endswith("KeyError: 'speed'\n" if is_own else "")
+    assert ("test_flags.py" in trace) == trace.startswith("Traceback") == is_own
 
 
 @both

@@ -141,4 +141,9 @@ def test_what_cannot_be_served_ends_it_with_a_reason(tmp_path):
             assert status == 1
             assert re.search(f"(?m)^polybeast_env.py: .*{message}", output), output
             assert "Traceback" not in output and "chttp2" not in output, output  # nor gRPC's lines
+    words = ["--env", "Unknown", "--server_address", f"unix:{tmp_path}/socket"]
+    status, output = run(CATCH, *words)  # of two servers that cannot be started
+    trace, line = output.split("polybeast_env.py: the environment: ")
+    assert status == 1 and line.strip() == "cannot create environment 0: KeyError: 'Unknown'"
+    assert trace.count("Traceback") == 1 and "in create_env" in trace
     assert not list(tmp_path.iterdir())
