@@ -5,10 +5,11 @@ import contextlib
 import logging
 import multiprocessing
 
+import gymnasium as gym
 import numpy as np
 
+from beast.errors import EnvError, FlagError
 from beast.spaces import (
-    EnvError,
     action_range,
     count_actions,
     empty_actions,
@@ -18,7 +19,7 @@ from beast.spaces import (
     spaces_to_json,
     to_action,
 )
-from libtorchbeast.rows import MAX_REWARD, Rows, draw_seeds, write_observation
+from libtorchbeast.rows import Rows, draw_seeds, read_step, write_observation
 
 
 def map_nest(function, nest, *others):
@@ -69,9 +70,10 @@ class Environments:
                 try:
                     self.envs.append(create_env())
                 except Exception as error:
+                    # Gymnasium's errors, such as those of unknown names, say what to change.
                     raise EnvError(
                         f"{name}: cannot create environment {i}: {_describe(error)}"
-                    ) from error
+                    ) from (None if isinstance(error, gym.error.Error) else error)
             self._check_spaces()
         except BaseException:
             self.close()
@@ -138,7 +140,8 @@ class Environments:
     def close(self):
         with contextlib.ExitStack() as stack:  # all, whichever raises
             for env in reversed(self.envs):
-                stack.callback(env.close)
+                if hasattr(env, "close"):
+                    stack.callback(env.close)
             self.envs = []
 
     def _check_actions(self, actions):
@@ -169,14 +172,12 @@ class Environments:
         except Exception as error:
             raise self._error(i, f"step({action}) raised {_describe(error)}") from error
         try:
-            observation, reward, terminated, truncated, info = result
-            reward = float(reward)
+            observation, *outcome = result
+            outcome = read_step(*outcome)
         except (TypeError, ValueError) as error:
-            raise self._error(i, _describe_result(result, error)) from error
-        if not abs(reward) <= MAX_REWARD:
-            raise self._error(i, f"the reward is {reward}; it must be finite, as a float32")
+            raise self._error(i, _describe_result(result) or str(error)) from None
         self.row["last_action"][i] = action
-        if self._rows.step(i, reward, terminated, truncated, info.get("game_over", True)):
+        if self._rows.step(i, *outcome):
             self._reset(i)
         else:
             self._write_frame(i, observation)
@@ -186,9 +187,11 @@ class Environments:
             result = self.envs[i].reset(seed=seed)
         except Exception as error:
             raise self._error(i, f"reset() raised {_describe(error)}") from error
-        if not (isinstance(result, tuple) and len(result) == 2):
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             raise self._error(
-                i, "reset() returned no pair, as in the old Gym API: return observation and info"
+                i,
+                "reset() returned no pair of an observation and a dict, as in the old Gym API: "
+                "return observation and info",
             )
         self._write_frame(i, result[0])
 
@@ -196,7 +199,7 @@ class Environments:
         try:
             write_observation(self.row["frame"], i, observation, "as its space says")
         except ValueError as error:
-            raise self._error(i, f"the observation is not of its space: {error}") from error
+            raise self._error(i, f"the observation is not of its space: {error}") from None
 
     def _warn_of_bounds(self):
         """Log, once, an observation that is outside its space, by which nets may scale it."""
@@ -216,6 +219,13 @@ class Environments:
 
     def _check_spaces(self):
         first = self.envs[0]
+        for i, env in enumerate(self.envs):
+            for what in ("observation_space", "action_space"):
+                if not hasattr(env, what):
+                    raise EnvError(
+                        f"{self.name}: environment {i} is {env!r:.100}, which has no {what}: "
+                        "return a Gymnasium environment from create_env"
+                    )
         try:
             count_actions(first.action_space)
             empty_observation(first.observation_space, 0)
@@ -231,24 +241,25 @@ class Environments:
                     )
 
     def _error(self, i, what):
-        spec = self.envs[i].spec
+        env = self.envs[i]
+        env_id = getattr(getattr(env, "spec", None), "id", env)  # it may be no gym.Env
         return EnvError(
-            f"{self.name}: environment {i} ({spec.id if spec else self.envs[i]}, "
-            f"seed {self.seeds[i]}), step {self._steps[i]}: {what}"
+            f"{self.name}: environment {i} ({env_id}, seed {self.seeds[i]}), "
+            f"step {self._steps[i]}: {what}"
         )
 
 
 def _describe(error):
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, FlagError) else f"{type(error).__name__}: {error}"
 
 
-def _describe_result(result, error):
-    """Say what is wrong with what `step` returned."""
+def _describe_result(result):
+    """Return what is wrong with what `step` returned as a whole, or None."""
     expected = "observation, reward, terminated, truncated and info"
-    if not isinstance(result, tuple):
+    if not isinstance(result, (tuple, list)):
         return f"step() returned {type(result).__name__}; it should return {expected}"
     if len(result) == 4:
         return f"step() has the old Gym API: return terminated and truncated, that is, {expected}"
     if len(result) != 5:
         return f"step() returned {len(result)} values; it should return {expected}"
-    return f"the reward is {result[1]!r:.100}: {_describe(error)}"
+    return None

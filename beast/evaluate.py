@@ -132,7 +132,7 @@ def test(flags, create_env, net_class):
             else:
                 replace_file(path, json.dumps(result).encode())
         except OSError as error:
-            raise FlagError(f"cannot write --result_file {path}: {error}") from error
+            raise FlagError(f"cannot write --result_file {path}: {error}") from None
     return result
 
 
@@ -213,7 +213,7 @@ def t_quantile(num_degrees):
 
 def game_name(env):
     """Return ale-py's name of the game that an environment plays; None where it is no such game."""
-    spec = env.unwrapped.spec
+    spec = getattr(getattr(env, "unwrapped", None), "spec", None)
     return spec.kwargs.get("game") if is_spec_of_game(spec) else None
 
 
@@ -257,9 +257,10 @@ def check_rendering(create_env, flags):
     environments = Environments(lambda: create_env(flags), 1, 0, "the environment")
     try:
         env = environments.envs[0]
-        if env.render_mode != flags.render_mode:
+        render_mode = getattr(env, "render_mode", None)
+        if render_mode != flags.render_mode:
             raise FlagError(
-                f"create_env has made an environment with render_mode {env.render_mode!r}, not "
+                f"create_env has made an environment with render_mode {render_mode!r}, not "
                 f"{flags.render_mode!r}: pass it render_mode=flags.render_mode"
             )
         if flags.render_mode == "rgb_array":

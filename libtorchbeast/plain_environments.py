@@ -9,7 +9,7 @@ import inspect
 
 import numpy as np
 
-from libtorchbeast.rows import MAX_REWARD, Rows, draw_seeds, write_observation
+from libtorchbeast.rows import Rows, draw_seeds, read_step, write_observation
 
 
 class PlainEnvironments:
@@ -36,6 +36,7 @@ class PlainEnvironments:
         self._seeds = [None] * num_envs if seed is None else draw_seeds(seed, num_envs)
         self._rows = Rows(num_envs)
         self._envs = []
+        self._num_steps = 0  # for error messages
         try:
             for _ in range(num_envs):
                 self._envs.append(env_class())
@@ -51,12 +52,17 @@ class PlainEnvironments:
 
     def step(self, actions):
         """Take a nest of arrays [N, ...], of which each environment gets its entries as arrays."""
+        self._num_steps += 1
         for i in range(self.num_envs):
-            if self._rows.at_end[i]:
-                self._rows.begin(i)
-                self._reset(i)
-            else:
-                self._step(i, actions)
+            try:
+                if self._rows.at_end[i]:
+                    self._rows.begin(i)
+                    self._reset(i)
+                else:
+                    self._step(i, actions)
+            except Exception as error:
+                error.add_note(f"in environment {i}, step {self._num_steps}")
+                raise
         return self._rows.row
 
     def close(self):
@@ -73,16 +79,13 @@ class PlainEnvironments:
         observation, reward, *ends, info = result
         info = info if isinstance(info, dict) else {}
         if len(ends) == 1:  # the old API
-            ends = (ends[0] and not info.get("TimeLimit.truncated"), ends[0])
-        terminated, truncated = bool(ends[0]), bool(ends[1])
+            ends = (False if info.get("TimeLimit.truncated") else ends[0], ends[0])
+        reward, terminated, truncated, game_over = read_step(reward, *ends, info)
         if not self.truncated_rows:
             terminated, truncated = terminated or truncated, False
-        reward = float(np.asarray(reward).item())
-        if not abs(reward) <= MAX_REWARD:
-            raise ValueError(f"the reward is {reward}; it must be finite, as a float32")
         if isinstance(actions, np.ndarray) and actions.ndim == 1 and actions.dtype.kind in "iu":
             self._rows.row["last_action"][i] = actions[i].astype(np.int64)
-        if self._rows.step(i, reward, terminated, truncated, bool(info.get("game_over", True))):
+        if self._rows.step(i, reward, terminated, truncated, game_over):
             self._reset(i)
         else:
             self._write_frame(i, observation)

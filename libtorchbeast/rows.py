@@ -138,6 +138,43 @@ class Rows:
             self._game_return[i], self._game_step[i] = 0.0, 0
 
 
+def read_step(reward, terminated, truncated, info):
+    """Return the arguments of Rows.step, a float and three bools, from what `step` returned.
+
+    A bool may also be NumPy's, 0 or 1, or an array of one element, as the reward may.
+
+    Raises:
+      ValueError: one of them is something else, or the reward is not finite as a float32.
+    """
+    try:
+        number = float(reward.item() if isinstance(reward, np.ndarray) else reward)
+    except (TypeError, ValueError, RuntimeError) as error:
+        text = f"the reward is {reward!r:.100}: {type(error).__name__}: {error}"
+        raise ValueError(text) from None
+    if not abs(number) <= MAX_REWARD:
+        raise ValueError(f"the reward is {number}; it must be finite, as a float32")
+    if not isinstance(info, dict):
+        raise ValueError(f"info is {info!r:.100}; it must be a dict, {{}} where there is none")
+    terminated = _read_bool(terminated, "terminated")
+    truncated = _read_bool(truncated, "truncated")
+    if not terminated and not truncated:
+        return number, False, False, False
+    game_over = _read_bool(info.get("game_over", True), "info['game_over']")
+    return number, terminated, truncated, game_over
+
+
+def _read_bool(value, name):
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    try:
+        number = value.item() if hasattr(value, "item") else value
+    except (ValueError, RuntimeError):  # of more than one element
+        number = None
+    if number not in (0, 1):
+        raise ValueError(f"{name} is {value!r:.100}; it must be True or False")
+    return bool(number)
+
+
 def draw_seeds(seed, num_envs):
     """Return an int for each environment, drawn from an int or a sequence of ints."""
     return [int(s) for s in np.random.SeedSequence(seed).generate_state(num_envs) // 2]

@@ -2,6 +2,7 @@
 """The rows of Gymnasium environments, stepped one after the other: beast/environments.py."""
 
 import re
+import traceback
 
 import gymnasium as gym
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from catch_env import Catch, Counter
 
 from beast.environments import Environments, map_nest, try_out
-from beast.errors import EnvError
+from beast.errors import EnvError, FlagError, format_cause
 
 DISCRETE = gym.spaces.Discrete(3, start=-1)
 MULTI_DISCRETE = gym.spaces.MultiDiscrete([2, 3], start=[0, -1])
@@ -176,8 +177,18 @@ def test_environments_describe_themselves():
      (lambda o, *rest: o, "step.. returned ndarray; it should return observation, reward, "),
      (lambda *values: values[:3], "step.. returned 3 values; it should return observation, "),
      (lambda o, r, *rest: (o, "much", *rest), "the reward is 'much': ValueError"),
+     (lambda o, r, *rest: (o, np.ones(2), *rest), r"the reward is array\(\[1., 1.\]\): ValueError"),
      (lambda o, r, *rest: (o, np.nan, *rest), r"the reward is nan"),
      (lambda o, r, *rest: (o, 1e39, *rest), r"the reward is 1e\+39; it must be finite"),
+     (lambda o, r, end, *rest: (o, r, None, *rest), "terminated is None; it must be True or False"),
+     (lambda o, r, end, *rest: (o, r, "False", *rest), "terminated is 'False'; it must be"),
+     (lambda o, r, end, cut, info: (o, r, end, 2, info), "truncated is 2; it must be True or"),
+     (lambda o, r, end, cut, info: (o, r, end, np.array([end, cut]), info),
+      r"truncated is array\(\[False, False\]\); it must be True or False"),
+     (lambda o, r, end, cut, info: (o, r, True, cut, {"game_over": None}),
+      r"info\['game_over'\] is None; it must be True or False"),
+     (lambda *values: (*values[:4], None), "info is None; it must be a dict"),
+     (lambda *values: (*values[:4], [{}]), r"info is \[\{\}\]; it must be a dict"),
      (lambda o, *rest: (o.astype(int), *rest), "observation is int64.2., but should be float32"),
      (lambda o, *rest: (o.astype(float), *rest),
       r"float64\[2\], but should be float32.*: return it with .astype\(np.float32\)"),
@@ -192,6 +203,59 @@ def test_a_broken_step_is_found_by_trying_it_out_and_named_with_its_environment(
     environments = Environments(lambda: Changed(change, next(steps)), 2, 0, "sample")
     with pytest.raises(EnvError, match=f"sample: environment 1 .*, step 5: .*{message}"):
         try_out(environments)
+
+
+@pytest.mark.parametrize(
+    "change", [np.bool_, int, float, lambda x: np.array(x), lambda x: np.array([x])]
+)
+def test_an_end_may_be_any_bool_and_a_number_an_array_of_one(change):
+    def convert(observation, reward, terminated, truncated, info):
+        info = {"game_over": change(terminated or truncated)}
+        return observation, np.array([reward]), change(terminated), change(truncated), info
+
+    for kind in ({"length": 3}, {"length": 3, "truncates": True}):
+        rows = rows_of(Environments(lambda kind=kind: Changed(convert, **kind), 1, 0), 9)
+        plain = rows_of(Environments(lambda kind=kind: Counter(**kind), 1, 0), 9)
+        for key in ("reward", "done", "truncated", "episode_return", "game_return"):
+            assert column(rows, key) == column(plain, key), key
+
+
+def test_an_environment_need_not_be_one_of_gymnasium():
+    class Duck:
+        observation_space, action_space = Counter().observation_space, Counter().action_space
+        reset, step = lambda self, seed: ([0, 0], {}), lambda self, action: {}["speed"]
+
+    class Bare:
+        pass
+
+    environments = Environments(Duck, 1, 0)
+    with pytest.raises(EnvError, match=r"environment 0 \(.*Duck.*, step 1: .*KeyError: 'speed'"):
+        environments.step(np.zeros(1, np.int64))
+    environments.close()  # without a method of that name
+    for made in (None, Bare()):
+        with pytest.raises(EnvError, match="environment 0 is .*, which has no observation_"):
+            Environments(lambda made=made: made, 1, 0)
+
+
+def test_what_a_user_wrote_is_in_the_cause_of_an_error_and_our_own_code_is_not():
+    def cause(*values):
+        return {}["key"]
+
+    def refuse():
+        raise FlagError("choose another game")
+
+    for change, frames in ((cause, ["step", "cause"]), (lambda *_: None, [])):
+        environments = Environments(lambda change=change: Changed(change), 1, 0)
+        environments.initial()
+        with pytest.raises(EnvError) as error:
+            environments.step(np.zeros(1, np.int64))
+        trace = traceback.extract_tb(getattr(error.value.__cause__, "__traceback__", None))
+        assert [frame.name for frame in trace[1:]] == frames
+        assert ("KeyError: 'key'" in format_cause(error.value)) == bool(frames)
+    for create in (refuse, lambda: gym.make("Nowhere-v0")):
+        with pytest.raises(EnvError, match="environment 0: .*(choose|doesn't exist)") as error:
+            Environments(create, 1, 0)
+        assert format_cause(error.value) == ""
 
 
 @pytest.mark.parametrize("space", [DISCRETE, MULTI_DISCRETE, BOX], ids=str)
@@ -216,6 +280,7 @@ def test_a_failing_reset_or_constructor_is_named():
     for reset, message in (
         (lambda: {}["level"], "reset.* raised KeyError: 'level'"),
         (lambda: {"board": 0}, "the old Gym API: return observation and info"),
+        (lambda: ({"board": 0}, None), "no pair of an observation and a dict"),
         (
             lambda: ({"bord": 0}, {}),
             r"should be a dict with the keys \['board'\], as its space "

@@ -308,6 +308,16 @@ class NotANumber(Old):
         return observation, float("nan"), done, info
 
 
+class Ending(Old):
+    def __init__(self, done):
+        super().__init__()
+        self.done = done
+
+    def step(self, action):
+        observation, reward, _, info = super().step(action)
+        return observation, reward, self.done, info
+
+
 def fail(message):
     raise ValueError(message)
 
@@ -322,7 +332,9 @@ BROKEN = {
     "reset": (observing(lambda: fail("broken in reset")), "broken in reset"),
     "step": (observing(lambda: fail("broken in step \udcff"), 2), "broken in step"),
     "exit": (observing(lambda: sys.exit("broken in exit"), 1), "broken in exit"),
-    "nan": (NotANumber, "must be finite"),
+    "nan": (NotANumber, "(?s)must be finite.*in environment 0, step 1"),
+    "end": (lambda: Ending(None), "(?s)terminated is None; it .*in environment 0, step 1"),
+    "ends": (lambda: Ending(np.zeros(2, bool)), r"terminated is array\(\[False, False"),
     "shape": (observing(lambda: np.zeros(5, np.int32), 2), r"int32\[5\], but should be int32\[1\]"),
     "dtype": (observing(lambda: np.zeros(1, np.int64), 2), "int64.1., but should be"),
     "key": (observing(lambda: {1: np.zeros(1)}), "(?i)error"),
