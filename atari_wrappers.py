@@ -23,6 +23,7 @@ import gymnasium as gym
 import numpy as np
 
 from beast import atari_games
+from beast.errors import FlagError
 
 
 def add_flags(parser):
@@ -138,7 +139,7 @@ class NoopReset(gym.Wrapper):
     def __init__(self, env, noop_max):
         super().__init__(env)
         if noop_max < 1:
-            raise ValueError(f"noop_max should be 0 (no idle frames) or more, not {noop_max}")
+            raise FlagError(f"noop_max should be 0 (no idle frames) or more, not {noop_max}")
         self.noop_max = noop_max
         self._read = _reader(env)
 
@@ -175,7 +176,7 @@ class FrameSkip(gym.Wrapper):
     def __init__(self, env, skip=4, max_pool=True):
         super().__init__(env)
         if skip < 1:
-            raise ValueError(f"frame_skip should be 1 or more, not {skip}")
+            raise FlagError(f"frame_skip should be 1 or more, not {skip}")
         self.frame_skip = skip
         self.metadata = env.metadata | {"render_fps": 60 / skip}  # the console's real speed
         self.max_pool = max_pool and skip > 1
@@ -227,11 +228,13 @@ class EpisodicLife(gym.Wrapper):
 
     `reset()` starts a new game only when the last one is over or when a seed is given; otherwise it
     plays one idle step and drops that step's reward. `info["game_over"]` says at every step
-    whether the whole game ended there.
+    whether the whole game ended there; `num_games` counts games, so that it shows where one ended
+    in a step of `reset`, of ours or of a wrapper around us.
     """
 
     def __init__(self, env):
         super().__init__(env)
+        self.num_games = 0
         self._lives = 0
         self._game_over = True
 
@@ -249,6 +252,7 @@ class EpisodicLife(gym.Wrapper):
         if self._game_over or seed is not None:
             frame, info = self.env.reset(seed=seed, options=options)
             self._game_over = False
+            self.num_games += 1
         self._lives = info["lives"]
         return frame, info
 
@@ -281,7 +285,7 @@ class ResizeFrame(gym.ObservationWrapper):
     def __init__(self, env, size=84):
         super().__init__(env)
         if size < 1:
-            raise ValueError(f"frame_size should be 0 (as it is) or more, not {size}")
+            raise FlagError(f"frame_size should be 0 (as it is) or more, not {size}")
         import cv2
 
         self._resize, self._area = cv2.resize, cv2.INTER_AREA
@@ -322,7 +326,7 @@ class FrameStack(gym.Wrapper):
     def __init__(self, env, num_frames=4):
         super().__init__(env)
         if num_frames < 1:
-            raise ValueError(f"frame_stack should be 1 (no stack) or more, not {num_frames}")
+            raise FlagError(f"frame_stack should be 1 (no stack) or more, not {num_frames}")
         self.stack_size = num_frames
         height, width, *colors = env.observation_space.shape
         self._colors = colors[0] if colors else 1

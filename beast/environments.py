@@ -19,7 +19,7 @@ from beast.spaces import (
     spaces_to_json,
     to_action,
 )
-from libtorchbeast.rows import Rows, draw_seeds, read_step, write_observation
+from libtorchbeast.rows import Rows, count_games, draw_seeds, read_step, write_observation
 
 
 def map_nest(function, nest, *others):
@@ -183,6 +183,7 @@ class Environments:
             self._write_frame(i, observation)
 
     def _reset(self, i, seed=None):
+        num_games = None if self.row["game_done"][i] else count_games(self.envs[i])
         try:
             result = self.envs[i].reset(seed=seed)
         except Exception as error:
@@ -193,6 +194,8 @@ class Environments:
                 "reset() returned no pair of an observation and a dict, as in the old Gym API: "
                 "return observation and info",
             )
+        if num_games is not None and count_games(self.envs[i]) != num_games:
+            self._rows.end_game(i)
         self._write_frame(i, result[0])
 
     def _write_frame(self, i, observation):

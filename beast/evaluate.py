@@ -30,6 +30,7 @@ from beast.errors import EnvError, FlagError
 from beast.nets import Population
 from beast.parser import non_negative, positive
 from beast.processes import exit_with_parent
+from libtorchbeast.rows import count_games
 
 # By degrees of freedom, from 1: t for which -t < T < t with a probability of 95 %, where T is
 # distributed as Student's t.
@@ -293,7 +294,14 @@ class Recorder(gym.wrappers.RecordVideo):
     def reset(self, *, seed=None, options=None):
         if self._game_over or seed is not None:
             return super().reset(seed=seed, options=options)
+        num_games = count_games(self.env)
         result = self.env.reset(options=options)  # the game goes on after a lost life
+        if count_games(self.env) != num_games:  # or has ended in a step of that
+            self.episode_id += 1
+            if self.recording:
+                self.stop_recording()
+            if self.episode_trigger(self.episode_id):
+                self.start_recording(f"{self.name_prefix}-episode-{self.episode_id}")
         if self.recording:
             self._capture_frame()
         return result

@@ -9,7 +9,7 @@ import inspect
 
 import numpy as np
 
-from libtorchbeast.rows import Rows, draw_seeds, read_step, write_observation
+from libtorchbeast.rows import Rows, count_games, draw_seeds, read_step, write_observation
 
 
 class PlainEnvironments:
@@ -92,9 +92,12 @@ class PlainEnvironments:
 
     def _reset(self, i, seed=None):
         env = self._envs[i]
+        num_games = None if self._rows.row["game_done"][i] else count_games(env)
         result = env.reset() if seed is None or not _takes_seed(env) else env.reset(seed=seed)
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
             result, _ = result  # Gymnasium's API
+        if num_games is not None and count_games(env) != num_games:
+            self._rows.end_game(i)
         self._write_frame(i, result)
 
     def _write_frame(self, i, observation):

@@ -108,6 +108,11 @@ class Rows:
         self.row["reward"][i] = 0
         self._write(i, terminated, truncated, True)
 
+    def end_game(self, i):
+        """End the game, too, in a row in which an episode begins: its reset has ended it."""
+        self.row["game_done"][i] = True
+        self._game_return[i], self._game_step[i] = 0.0, 0
+
     def _write(self, i, terminated, truncated, game_over):
         row = self.row
         truncated = truncated and not terminated  # an end of both kinds is a termination
@@ -173,6 +178,14 @@ def _read_bool(value, name):
     if number not in (0, 1):
         raise ValueError(f"{name} is {value!r:.100}; it must be True or False")
     return bool(number)
+
+
+def count_games(env):
+    """Return how many games an environment has begun: its, or a wrapper's, `num_games`; else 0."""
+    try:
+        return env.get_wrapper_attr("num_games")
+    except AttributeError:  # none has it; or it is no environment of Gymnasium
+        return getattr(env, "num_games", 0)
 
 
 def draw_seeds(seed, num_envs):

@@ -3,6 +3,7 @@
 
 import argparse
 import collections
+import contextlib
 
 import ale_py
 import cv2
@@ -12,6 +13,7 @@ import pytest
 
 from atari_wrappers import (
     EpisodicLife,
+    FireReset,
     ResizeFrame,
     add_flags,
     create_atari,
@@ -20,7 +22,9 @@ from atari_wrappers import (
     wrap_pytorch,
 )
 from beast.ale_vector import AtariEnvironments
-from beast.spaces import EnvError
+from beast.environments import Environments
+from beast.errors import EnvError
+from libtorchbeast.plain_environments import PlainEnvironments
 
 PONG, BREAKOUT = "PongNoFrameskip-v4", "BreakoutNoFrameskip-v4"
 gym.register_envs(ale_py)
@@ -158,18 +162,20 @@ def test_a_lost_life_ends_the_episode_but_not_the_game_and_fire_goes_on_with_it(
 
 
 class FakeGame(gym.Env):
-    """Plays back (lives, reward, terminated, truncated), one a step."""
+    """Plays back (lives, reward, terminated, truncated), one a step; observes how many games."""
+
+    observation_space, action_space = gym.spaces.Discrete(99), gym.spaces.Discrete(3)
 
     def __init__(self, script):
         self.script, self.resets = iter(script), 0
 
     def reset(self, *, seed=None, options=None):
         self.resets += 1
-        return 0, {"lives": 3}
+        return self.resets, {"lives": 3}
 
     def step(self, action):
         lives, *rest = next(self.script)
-        return 0, *rest, {"lives": lives}
+        return self.resets, *rest, {"lives": lives}
 
 
 def test_lives_shown_as_none_before_the_end_do_not_end_the_episode_twice():
@@ -186,6 +192,64 @@ def test_a_game_that_ends_in_the_idle_step_is_followed_by_a_new_one():
     _, info = env.reset()
     assert game.resets == 2 and info["lives"] == 3
     assert env.step(0)[2:4] == (False, False)
+
+
+PLAYED, LOST = (3, 1, False, False), (2, 1, False, False)
+ENDED, CUT = (2, 1, True, False), (2, 1, False, True)
+
+
+@pytest.mark.parametrize(
+    ("script", "resets"),
+    [((PLAYED, PLAYED), 1), ((ENDED, PLAYED), 2), ((PLAYED, CUT), 2), ((CUT, ENDED), 3)],
+)
+def test_a_game_that_ends_by_fire_or_action_2_is_followed_by_a_new_one(script, resets):
+    env = FireReset(FakeGame(script))
+    observation, info = env.reset(seed=1)
+    assert observation == env.unwrapped.resets == resets
+    assert info["lives"] == (2 if script == (CUT, PLAYED) else 3)
+
+
+class Idle(gym.Wrapper):
+    """Takes a step in `reset`, as a wrapper of a user's may, and tells nothing of it."""
+
+    def reset(self, *, seed=None, options=None):
+        observation, _ = self.env.reset(seed=seed, options=options)
+        observation, _, terminated, truncated, _ = self.env.step(0)
+        if terminated or truncated:
+            observation, _ = self.env.reset(options=options)
+        return observation, {}
+
+
+@pytest.mark.parametrize("make", [Environments, PlainEnvironments])
+@pytest.mark.parametrize(
+    ("wrap", "script", "games"),
+    [
+        # One life, whose end is followed by the end of the game in the idle step, or is not.
+        (lambda env: env, [PLAYED, LOST, ENDED, PLAYED, LOST, LOST, PLAYED], [2]),
+        (lambda env: env, [PLAYED, LOST, CUT, LOST, CUT, PLAYED], [2, 1]),
+        (lambda env: env, [PLAYED, LOST, LOST, ENDED, PLAYED], [3]),
+        (FireReset, [PLAYED] * 3 + [LOST, LOST, ENDED] + [PLAYED] * 2, [2]),
+        # The next life is lost in `reset`, too; so the game of which it was is not over.
+        (FireReset, [PLAYED] * 3 + [LOST, ENDED, LOST, LOST, LOST, PLAYED], [2]),
+        (Idle, [PLAYED, PLAYED, LOST, LOST, ENDED, PLAYED, ENDED, PLAYED], [2, 2]),
+        (lambda env: gym.wrappers.TimeLimit(env, 2), [PLAYED, PLAYED, ENDED, PLAYED], [2]),
+    ],
+)  # fmt: skip
+def test_a_game_that_ends_within_reset_is_counted_and_the_next_one_begins_at_0(
+    make, wrap, script, games
+):
+    environments = make(lambda: wrap(EpisodicLife(FakeGame(script))), 1, [1])
+    row, found = environments.initial(), []
+    frame = row["frame"][0]
+    with contextlib.suppress(EnvError, StopIteration):  # the script is over
+        while True:
+            environments.step(np.zeros(1, np.int64))
+            if row["game_done"][0]:
+                assert row["done"][0] and row["game_return"][0] == row["game_step"][0]
+                found.append(row["game_step"][0])
+            assert row["game_done"][0] == (row["frame"][0] > frame)
+            frame = row["frame"][0]
+    assert found == games
 
 
 @pytest.mark.parametrize(

@@ -324,6 +324,30 @@ def test_each_game_of_a_test_becomes_a_video_and_no_other(name, tmp_path, monkey
     assert frames[0][0].shape == (80, 40, 3) and rates == (12,) * 3
 
 
+def test_a_game_that_ends_within_reset_has_a_video_of_its_own(tmp_path, clips):
+    class Idle(Painter):
+        num_games = 0
+
+        def reset(self, **kwargs):
+            self.num_games = 1 + self.life // 2
+            return super().reset(**kwargs)
+
+        def step(self, action):
+            *result, info = super().step(action)
+            return *result, info | {"game_over": False}
+
+    flags = types.SimpleNamespace(
+        record_video=str(tmp_path), num_episodes=2, savedir=str(tmp_path), xpid="run"
+    )
+    env = evaluate.record_video(Idle("rgb_array"), flags, 7)
+    for _ in range(5):
+        env.reset()
+        while not env.step(0)[2]:
+            pass
+    assert [len(frames) for _, frames, _ in clips] == [20, 20]
+    assert len({path for path, _, _ in clips}) == 2
+
+
 def test_a_video_that_cannot_be_written_ends_the_test_with_the_reason(tmp_path, monkeypatch, clips):
     words = make_run("monobeast", tmp_path, "--env", "Catch")
     monkeypatch.setattr(monobeast, "create_env", lambda flags: Painter(flags.render_mode))
