@@ -155,6 +155,7 @@ def test_seeds_reach_every_environment_and_differ():
     np.testing.assert_array_equal(first, balls([7, 1]))
     assert (first != balls([7, 2])).any()
     assert len({first[0, i].tobytes() for i in range(8)}) > 4
+    assert (first[0] != first[9]).any()  # the next games are others
 
 
 def test_environments_describe_themselves():
