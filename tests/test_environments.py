@@ -202,7 +202,8 @@ def test_environments_describe_themselves():
 def test_a_broken_step_is_found_by_trying_it_out_and_named_with_its_environment(change, message):
     steps = iter([99, 5])
     environments = Environments(lambda: Changed(change, next(steps)), 2, 0, "sample")
-    with pytest.raises(EnvError, match=f"sample: environment 1 .*, step 5: .*{message}"):
+    where = rf"sample: environment 1 \(.*, seed {environments.seeds[1]}\), step 5: "
+    with pytest.raises(EnvError, match=f"{where}.*{message}"):
         try_out(environments)
 
 

@@ -7,6 +7,7 @@ import queue
 import re
 import sys
 import threading
+import types
 
 import grpc
 import gymnasium as gym
@@ -329,6 +330,7 @@ def observing(observe, from_t=0):
 
 BROKEN = {
     "create": (lambda: fail("broken in create"), "broken in create"),
+    "create and exit": (lambda: sys.exit("no licence"), "no licence"),
     "reset": (observing(lambda: fail("broken in reset")), "broken in reset"),
     "step": (observing(lambda: fail("broken in step \udcff"), 2), "broken in step"),
     "exit": (observing(lambda: sys.exit("broken in exit"), 1), "broken in exit"),
@@ -552,6 +554,32 @@ def test_close_that_hangs_is_seen_by_who_looks_after_the_server():
         wait_until(lambda: not any(busy_since))
 
 
+def fail_at_last(at):
+    return lambda t: fail("at last") if t == at else np.zeros(1)
+
+
+@pytest.mark.parametrize("at", [0, 3, None])
+def test_a_stream_is_busy_only_while_its_environments_are(at):
+    busy_since, seen = [0.0] * libtorchbeast.MAX_STREAMS, []
+
+    class Watched(Old):
+        def reset(self):
+            seen.append(sum(map(bool, busy_since)))
+            return super().reset()
+
+        def step(self, action):
+            seen.append(sum(map(bool, busy_since)))
+            return super().step(action)
+
+    server = Server(lambda: Watched(9, fail_at_last(at)), ANY_PORT, busy_since=busy_since)
+    context = types.SimpleNamespace(invocation_metadata=lambda: [], peer=lambda: "a learner")
+    action = pb.Action(action=from_nest(np.zeros(1))).SerializeToString()
+    for t, step in enumerate(server._run_stream(iter([action] * 4), context)):
+        assert not any(busy_since)  # a learner may be slow to read, and to act
+        assert bool(pb.Step.FromString(step).error) == (t == at)
+    assert seen == [1] * len(seen) and len(seen) == (5 if at is None else at + 1)
+
+
 def test_a_server_that_cannot_start_a_thread_ends(monkeypatch):
     start = threading.Thread.start
 
@@ -581,6 +609,7 @@ def test_all_environments_are_closed_though_one_raises(make, env):
     with pytest.raises(ValueError, match="does not want to"):
         environments.close()
     assert len(set(map(id, closed))) == 3
+    environments.close()  # none is closed twice
 
 
 def test_close_that_raises_is_logged_and_survived(caplog):
