@@ -131,6 +131,10 @@ def test_idle_frames_after_a_reset_are_1_to_noop_max():
     env = make_atari(PONG, noop_max=3)
     env.reset(seed=1)
     assert {env.reset()[1]["episode_frame_number"] for _ in range(30)} == {1, 2, 3}
+    env = make_atari(PONG, max_episode_frames=3)  # which end the game, time and again
+    for seed in range(9):
+        env.reset(seed=seed)
+        assert not env.unwrapped.ale.game_over()
 
 
 def play_until_the_end(env):
@@ -167,10 +171,11 @@ class FakeGame(gym.Env):
     observation_space, action_space = gym.spaces.Discrete(99), gym.spaces.Discrete(3)
 
     def __init__(self, script):
-        self.script, self.resets = iter(script), 0
+        self.script, self.resets, self.seeds = iter(script), 0, []
 
     def reset(self, *, seed=None, options=None):
         self.resets += 1
+        self.seeds.append(seed)
         return self.resets, {"lives": 3}
 
     def step(self, action):
@@ -198,6 +203,12 @@ PLAYED, LOST = (3, 1, False, False), (2, 1, False, False)
 ENDED, CUT = (2, 1, True, False), (2, 1, False, True)
 
 
+def test_a_game_goes_on_with_one_idle_step_unless_a_seed_is_given():
+    env = EpisodicLife(FakeGame([PLAYED, PLAYED]))
+    assert [env.reset()[0] for _ in range(3)] == [1, 1, 1]  # the last two take a step each
+    assert env.reset(seed=1)[0] == 2
+
+
 @pytest.mark.parametrize(
     ("script", "resets"),
     [((PLAYED, PLAYED), 1), ((ENDED, PLAYED), 2), ((PLAYED, CUT), 2), ((CUT, ENDED), 3)],
@@ -206,6 +217,7 @@ def test_a_game_that_ends_by_fire_or_action_2_is_followed_by_a_new_one(script, r
     env = FireReset(FakeGame(script))
     observation, info = env.reset(seed=1)
     assert observation == env.unwrapped.resets == resets
+    assert env.unwrapped.seeds == [1] + [None] * (resets - 1)  # else it would be the same game
     assert info["lives"] == (2 if script == (CUT, PLAYED) else 3)
 
 
