@@ -464,7 +464,7 @@ class Counted(Old):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [([{}] * server.MAX_STREAMS, f"serves {server.MAX_STREAMS} streams already"),
-     ([{"num_envs": 2}] * 9 + [{}] * 2, "has 20 environments, and with 1 more")],
+     ([{"num_envs": 2}] * 9 + [{}, {"num_envs": 1}], "has 20 environments, and with 1 more")],
 )  # fmt: skip
 def test_streams_have_environments_of_their_own_and_a_full_server_takes_one_when_one_left(
     monkeypatch, asked, message
