@@ -139,7 +139,6 @@ class Rows:
     def _clear_totals(self, i):
         self._episode_return[i], self._episode_step[i] = 0.0, 0
         if self._game_over[i]:
-            self._game_over[i] = False
             self._game_return[i], self._game_step[i] = 0.0, 0
 
 
