@@ -11,6 +11,7 @@ from catch_env import Catch, Counter
 
 from beast.environments import Environments, map_nest, try_out
 from beast.errors import EnvError, FlagError, format_cause
+from libtorchbeast.rows import draw_seeds
 
 DISCRETE = gym.spaces.Discrete(3, start=-1)
 MULTI_DISCRETE = gym.spaces.MultiDiscrete([2, 3], start=[0, -1])
@@ -90,6 +91,7 @@ def test_initial_begins_all_anew():
         assert row["done"].all() and row["game_done"].all()
         for key in ("reward", "truncated", "episode_return", "game_step", "last_action"):
             assert not row[key].any(), key
+        assert environments.envs[0].step_count == num_steps  # also after an extra row
 
 
 def test_an_end_of_both_kinds_is_a_termination():
@@ -156,6 +158,7 @@ def test_seeds_reach_every_environment_and_differ():
     assert (first != balls([7, 2])).any()
     assert len({first[0, i].tobytes() for i in range(8)}) > 4
     assert (first[0] != first[9]).any()  # the next games are others
+    assert max(draw_seeds(1, 100)) < 2**31  # for simulators that keep an int32
 
 
 def test_environments_describe_themselves():
@@ -195,7 +198,7 @@ def test_environments_describe_themselves():
       r"float64\[2\], but should be float32.*: return it with .astype\(np.float32\)"),
      (lambda o, *rest: (o[1:], *rest),
       r"observation is float32\[1\], but should be float32\[2\], as its space"),
-     (lambda o, *rest: (o * np.inf, *rest), "observation has numbers that are not finite"),
+     (lambda o, *rest: (o + np.inf, *rest), "observation has numbers that are not finite"),
      (lambda o, *rest: ({"board": o}, *rest), "observation is object.*but should be float32")],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:invalid value")
