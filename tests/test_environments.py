@@ -11,7 +11,7 @@ from catch_env import Catch, Counter
 
 from beast.environments import Environments, map_nest, try_out
 from beast.errors import EnvError, FlagError, format_cause
-from libtorchbeast.rows import draw_seeds
+from libtorchbeast.rows import Rows, draw_seeds
 
 DISCRETE = gym.spaces.Discrete(3, start=-1)
 MULTI_DISCRETE = gym.spaces.MultiDiscrete([2, 3], start=[0, -1])
@@ -127,6 +127,15 @@ def test_whole_games_are_added_up_over_lives(truncates):
     assert column(done, "game_return")[:6] == [3, 6, 9, 3, 6, 9]
     assert column(done, "game_step")[:6] == [2, 4, 6, 2, 4, 6]
     assert not any(row["game_done"][0] for row in rows[1:] if not row["done"][0])
+
+
+def test_a_game_that_ends_between_two_episodes_adds_nothing():
+    rows = Rows(1, resets_later=True)
+    rows.step(0, 1.0, terminated=True, truncated=False, game_over=False)
+    rows.end_again(0, terminated=True, truncated=False)
+    assert rows.row["reward"] == 0 and rows.row["terminated"] and not rows.row["done"]
+    rows.begin(0)
+    assert rows.row["done"] and rows.row["game_done"] and rows.row["game_return"] == 1
 
 
 def test_nested_observations_and_scalars():
