@@ -4,6 +4,7 @@
 import contextlib
 import csv
 import io
+import itertools
 import logging
 import math
 import os
@@ -35,6 +36,15 @@ def replace_file(path, content):
     with contextlib.suppress(OSError):
         os.fsync(folder)
     os.close(folder)
+
+
+def set_aside(path, reason):
+    """Give a file that a run cannot go on with another name, so that nothing in it is lost."""
+    new = next(
+        p for i in itertools.count(1) if not (p := path.with_name(f"{path.name}.{i}")).exists()
+    )
+    path.rename(new)
+    logging.warning("%s is now %s: %s", path, new.name, reason)
 
 
 def _write_all(file, content):
@@ -126,18 +136,31 @@ class CSVFile:
         self._path = path
         rows = []
         self._fields = ["_tick", "_time", "step"]
-        if path.exists():
-            lines = path.read_text().splitlines(keepends=True)
-            if lines and not lines[-1].endswith("\n"):
-                del lines[-1]  # torn by a crash of the machine
-            reader = csv.DictReader(lines)
-            rows = [row for row in reader if (row["step"] or "").isdigit()]
-            rows = [row for row in rows if int(row["step"]) <= step]
-            self._fields = list(reader.fieldnames or self._fields)
-        rows = rows if step > 0 else []
+        try:
+            if path.exists():
+                rows = self._read(step)
+        except (ValueError, csv.Error) as error:
+            set_aside(path, f"it is damaged ({type(error).__name__}: {error})")
         replace_file(path, self._encode(self._fields, rows, header=True))
         self._file = GrowingFile(path)
         self._tick = len(rows)
+
+    def _read(self, step):
+        """Return the rows up to `step`, and take over the names of the columns."""
+        lines = self._path.read_text().splitlines(keepends=True)
+        if lines and not lines[-1].endswith("\n"):
+            del lines[-1]  # torn by a crash of the machine
+        reader = csv.DictReader(lines)
+        fields = list(reader.fieldnames or self._fields)
+        if "step" not in fields:
+            raise ValueError("it has no column step")
+        rows = [row for row in reader if (row["step"] or "").isdigit()]
+        if rows and step == 0:
+            set_aside(self._path, "the run begins anew, as it has no checkpoint")
+            return []
+        rows = [row for row in rows if int(row["step"]) <= step]
+        self._fields = fields
+        return rows
 
     def write(self, row):
         new = [key for key in row if key not in self._fields]

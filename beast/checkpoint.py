@@ -5,6 +5,7 @@ A checkpoint holds the weights, the states of optimizer, schedule and random gen
 learner's `stats`, and the flags.
 """
 
+import contextlib
 import io
 import logging
 import math
@@ -15,9 +16,10 @@ import time
 import torch
 
 from beast import credentials, metrics
-from beast.atomic_files import replace_file
+from beast.atomic_files import replace_file, set_aside
 from beast.environments import map_nest
 from beast.errors import FlagError
+from beast.learner import check_types, restore_optimizer
 from beast.randomness import random_states, restore_random_states
 
 # Flags of one call, which a checkpoint does not bring back.
@@ -29,6 +31,12 @@ NOT_RESUMED = (
     *credentials.FLAGS,
 )
 NEWEST, BEST = "model.tar", "best.tar"
+# What a checkpoint must hold, and of which types.
+PARTS = {"step": 0, "random_states": {}, "flags": {}, "model_state_dict": {}}
+PARTS |= {"optimizer_state_dict": {}, "scheduler_state_dict": {}, "stats": {"step": 0}}
+PARTS["stats"] |= {"episode_returns": [], "game_returns": []}
+PARTS["stats"] |= {"skipped_updates": 0, "skipped_in_a_row": 0}
+ADVICE = "move it away or choose another --xpid"
 
 
 def run_path(flags):
@@ -64,11 +72,37 @@ def pack(flags, learner):
     }
 
 
+def to_bytes(content, *path):
+    """Return a checkpoint, or the part of one at `path`, as the io.BytesIO that `load` can read.
+
+    Raises:
+      FlagError: it could never be loaded again; the message names the part.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(content, buffer)
+        buffer.seek(0)
+        torch.load(buffer, map_location="meta", weights_only=True)  # which skips the tensors
+    except Exception as error:
+        parts = dict(enumerate(content)) if isinstance(content, (list, tuple)) else content
+        for key, part in parts.items() if isinstance(parts, dict) else ():
+            to_bytes(part, *path, key)
+        name = " > ".join(map(str, path)).replace("flags > ", "--") or "the checkpoint"
+        raise FlagError(
+            f"{name} is a {type(content).__module__}.{type(content).__qualname__}, with which no "
+            "checkpoint can be loaded: make it a number, a text, or a list or dict of them (a flag "
+            "by the `type` of its add_argument)"
+        ) from error
+    return buffer
+
+
 def pack_weights(flags, model, step):
     """Return a checkpoint that can be tested, not resumed; the weights are copies."""
     weights, net = _describe_net(model)
     return {
-        "model_state_dict": map_nest(lambda x: x.detach().to("cpu", copy=True), weights),
+        "model_state_dict": map_nest(
+            lambda x: x.detach().to("cpu", copy=True) if torch.is_tensor(x) else x, weights
+        ),
         "optimizer_state_dict": {},
         "scheduler_state_dict": {},
         "step": step,
@@ -86,27 +120,33 @@ def load(flags, name=NEWEST):
     Only tensors and plain values are read: a file that holds code is refused, and does not run it.
     """
     path = run_path(flags) / name
-    if not path.exists():
-        return None
-    advice = "move it away or choose another --xpid"
     try:
+        if not path.exists():
+            return None
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         code = re.search(r"GLOBAL (\S+)|whose module (\S+) is blocked", str(error))
         if code:
             raise FlagError(
                 f"cannot read the checkpoint {path}: it holds code, which "
-                f"was not run ({code[1] or code[2]}); {advice}"
+                f"was not run ({code[1] or code[2]}); {ADVICE}"
             ) from None
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise FlagError(
-            f"cannot read the checkpoint {path}: it is damaged, or none at all ({reason}); {advice}"
+            f"cannot read the checkpoint {path}: it is damaged, or none at all ({reason}); {ADVICE}"
         ) from None
-    wanted = {"model_state_dict", "optimizer_state_dict", "scheduler_state_dict", "step", "stats"}
-    wanted |= {"random_states", "flags"}
-    if not isinstance(checkpoint, dict) or not wanted <= checkpoint.keys():
-        lacks = sorted(wanted - checkpoint.keys()) if isinstance(checkpoint, dict) else "all"
-        raise FlagError(f"cannot use the checkpoint {path}: it lacks {lacks}; {advice}")
+    if not isinstance(checkpoint, dict) or not PARTS.keys() <= checkpoint.keys():
+        lacks = sorted(PARTS.keys() - checkpoint.keys()) if isinstance(checkpoint, dict) else "all"
+        raise FlagError(f"cannot use the checkpoint {path}: it lacks {lacks}; {ADVICE}")
+    with refusing(path):
+        check_types(checkpoint, PARTS)
+        stats = checkpoint["stats"]
+        for name in ("episode_returns", "game_returns"):
+            math.fsum(stats.get(name, ()))  # raises where one is no number
+        if not isinstance(checkpoint["flags"].get("env"), str | None):
+            raise TypeError("--env is no text")
+        if not 0 <= checkpoint["step"] == stats["step"]:
+            raise ValueError(f"its step is {checkpoint['step']}, and {stats['step']} in its stats")
     program = checkpoint["flags"].get("program", flags.program)
     if program != flags.program:
         raise FlagError(
@@ -116,12 +156,26 @@ def load(flags, name=NEWEST):
     return checkpoint
 
 
+@contextlib.contextmanager
+def refusing(path):
+    """Within this, a checkpoint that causes an error is refused by a FlagError that names it."""
+    try:
+        yield
+    except FlagError:
+        raise
+    except Exception as error:
+        raise FlagError(
+            f"cannot use the checkpoint {path}: it is damaged ({type(error).__name__}: {error}); "
+            f"{ADVICE}"
+        ) from error
+
+
 def restore_weights(model, checkpoint, flags):
     """Load a checkpoint's weights, or raise a FlagError that says what differs."""
     saved = {plain_name(name): tensor for name, tensor in checkpoint["model_state_dict"].items()}
     own, net = _describe_net(model)
     shapes = {
-        name: [str(list(d[name].shape)) if name in d else "missing" for d in (saved, own)]
+        name: [_describe(d[name]) if name in d else "missing" for d in (saved, own)]
         for name in own | saved
     }
     lines = [
@@ -141,10 +195,17 @@ def restore_weights(model, checkpoint, flags):
     ]
     raise FlagError(
         f"the checkpoint in {run_path(flags)}, a {checkpoint.get('net', 'net')} of "
-        f"{checkpoint['flags']['env']}, does not fit this {net} of {flags.env} "
+        f"{checkpoint['flags'].get('env')}, does not fit this {net} of {flags.env} "
         f"({'; '.join(differing) or 'the environment or the code of Net has changed'}); undo that "
         "or choose another --xpid\n  " + "\n  ".join(lines)
     )
+
+
+def _describe(weight):
+    if not torch.is_tensor(weight):  # of get_extra_state
+        return type(weight).__name__
+    # A weight of another dtype would be cast without a word.
+    return f"{list(weight.shape)} {weight.dtype}".replace("torch.", "").removesuffix(" float32")
 
 
 def resume(flags, learner):
@@ -153,8 +214,13 @@ def resume(flags, learner):
     The optimizer's flags, whether given now or saved then, hold from here on.
     """
     checkpoint = load(flags)
-    if checkpoint is None:
-        return False
+    if checkpoint is not None:
+        with refusing(run_path(flags) / NEWEST):
+            _restore(flags, learner, checkpoint)
+    return checkpoint is not None
+
+
+def _restore(flags, learner, checkpoint):
     restore_weights(learner.model, checkpoint, flags)
     before, now = (
         (found.get("num_learners", 1), found.get("batch_size", 1))
@@ -171,9 +237,8 @@ def resume(flags, learner):
     _check_optimizer(learner, checkpoint, flags)
     learner.stats.update(checkpoint["stats"])  # of which the schedules make learning rates
     states = checkpoint["optimizer_state_dict"], checkpoint["scheduler_state_dict"]
-    map_nest(_restore_optimizer, learner.optimizer, learner.scheduler, *states)
+    map_nest(restore_optimizer, learner.optimizer, learner.scheduler, *states)
     restore_random_states(checkpoint["random_states"])
-    return True
 
 
 def _check_optimizer(learner, checkpoint, flags):
@@ -196,21 +261,6 @@ def _describe_optimizer(name, state):
     return f"{name} with groups of {sizes} parameters"
 
 
-def _restore_optimizer(optimizer, scheduler, optimizer_state, scheduler_state):
-    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    # Before the state is loaded, as it depends on them where it goes, on the CPU or to a GPU.
-    saved = optimizer_state["param_groups"]
-    groups = [group | new for group, new in zip(saved, settings, strict=True)]
-    optimizer.load_state_dict(optimizer_state | {"param_groups": groups})
-    base_lrs = scheduler.base_lrs
-    scheduler.load_state_dict(scheduler_state)
-    scheduler.base_lrs = base_lrs
-    for group, base_lr, schedule in zip(
-        optimizer.param_groups, base_lrs, scheduler.lr_lambdas, strict=True
-    ):
-        group["lr"] = base_lr * schedule(scheduler.last_epoch)
-
-
 class Writer:
     """Writes the newest checkpoint of a run, and the best one where it is that, too.
 
@@ -224,12 +274,14 @@ class Writer:
         self._flags = flags
         self.failure = ""
         folder = run_path(flags)
+        best, self._best_score = None, (0, None)
         try:
-            best = None if flags.disable_checkpoint else load(flags, BEST)
+            with refusing(folder / BEST):
+                if not flags.disable_checkpoint and (best := load(flags, BEST)):
+                    self._best_score = _score(best["stats"])
         except FlagError as error:  # which costs only the comparison with it
-            logging.warning("%s", error)
             best = None
-        self._best_score = _score(best["stats"]) if best else (0, None)
+            set_aside(folder / BEST, str(error).removesuffix(f"; {ADVICE}"))
         self._steps = {
             NEWEST: learner.step if (folder / NEWEST).exists() else None,
             BEST: best and best["step"],
@@ -250,8 +302,8 @@ class Writer:
             return
         start = time.monotonic()
         with learner.hold(), learner.lock:
-            step, score, buffer = learner.step, _score(learner.stats), io.BytesIO()
-            weights = learner.model.state_dict().values()
+            step, score = learner.step, _score(learner.stats)
+            weights = filter(torch.is_tensor, learner.model.state_dict().values())
             skipped = learner.stats["skipped_in_a_row"]
             if skipped > 2 or (skipped and not all(w.isfinite().all() for w in weights)):
                 self.failure = (
@@ -260,7 +312,7 @@ class Writer:
                 )
                 logging.warning("%s", self.failure)
                 return
-            torch.save(pack(self._flags, learner), buffer)
+            buffer = to_bytes(pack(self._flags, learner))
         self.failure = ""
         # The best one first: it must not be worse than the newest, whenever this is killed.
         for name in (BEST, NEWEST) if score > self._best_score else (NEWEST,):

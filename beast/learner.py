@@ -152,6 +152,39 @@ def create_state(optimizer):
         )
 
 
+def check_types(saved, own, name=""):
+    """Raise a TypeError where a part of a nest has another type, or another shape, than ours."""
+    kind = (int, float) if isinstance(own, float) else type(own)
+    if isinstance(own, dict) and isinstance(saved, dict):
+        for key in own.keys() & saved.keys():
+            check_types(saved[key], own[key], key)
+    elif isinstance(own, list) and isinstance(saved, list):
+        for parts in zip(saved, own, strict=False):
+            check_types(*parts, name)
+    elif own is not None and not isinstance(saved, kind):
+        raise TypeError(f"{name!r} is of type {type(saved).__name__}, not {type(own).__name__}")
+    elif torch.is_tensor(own) and saved.shape != own.shape:
+        raise TypeError(f"{name!r} has shape {list(saved.shape)}, not {list(own.shape)}")
+
+
+def restore_optimizer(optimizer, scheduler, optimizer_state, scheduler_state):
+    """Load both states, and have the optimizer's settings of now hold from here on."""
+    check_types(optimizer_state["state"], optimizer.state_dict()["state"])
+    check_types(scheduler_state, scheduler.state_dict())
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    # Before the state is loaded, as it depends on them where it goes, on the CPU or to a GPU.
+    saved = optimizer_state["param_groups"]
+    groups = [group | new for group, new in zip(saved, settings, strict=True)]
+    optimizer.load_state_dict(optimizer_state | {"param_groups": groups})
+    base_lrs = scheduler.base_lrs
+    scheduler.load_state_dict(scheduler_state)
+    scheduler.base_lrs = base_lrs
+    for group, base_lr, schedule in zip(
+        optimizer.param_groups, base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = base_lr * schedule(scheduler.last_epoch)
+
+
 def get_device(flags):
     """Return the device to learn on."""
     cuda = torch.cuda.is_available() and not flags.disable_cuda

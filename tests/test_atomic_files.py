@@ -92,8 +92,26 @@ def test_csv_continues_with_columns_of_its_own_without_later_rows_and_one_torn_b
     assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
     assert [row["_tick"] for row in rows] == ["0", "1", "2", "3"]
     assert rows[2]["loss"] == "3" and rows[3]["loss"] == "" and rows[3]["return"] == "9"
-    make_csv(0).write({"step": 0})  # by a run that was killed before its first checkpoint
+    written = (tmp_path / "logs.csv").read_bytes()
+    make_csv(0).write({"step": 0})  # by a run without checkpoint
     assert [row["step"] for row in read_rows(tmp_path)] == ["0"]
+    assert (tmp_path / "logs.csv.1").read_bytes() == written
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\x00\n\xfe\n", b"a,b\n1,2\n", b"a,b\n", b"step,b\n1," + b"x" * 300_000 + b"\n"]
+    + ["step\n\u00b2\n".encode()],  # a digit that is no number
+)
+def test_a_damaged_csv_is_set_aside_and_costs_no_run(make_csv, tmp_path, caplog, content, step):
+    (tmp_path / "logs.csv.1").touch()
+    (tmp_path / "logs.csv").write_bytes(content)
+    make_csv(step).write({"step": 4, "loss": 1})
+    (row,) = read_rows(tmp_path)
+    assert list(row) == ["_tick", "_time", "step", "loss"] and row["step"] == "4"
+    assert (tmp_path / "logs.csv.2").read_bytes() == content
+    assert "logs.csv is now logs.csv.2: " in caplog.text
 
 
 def test_a_folder_that_is_moved_costs_rows_and_not_the_run(make_csv, tmp_path, caplog):

@@ -168,7 +168,7 @@ def test_a_checkpoint_that_holds_code_is_refused_and_the_code_does_not_run(
     checkpoint.Writer(flags, create_learner(flags))
     assert re.search(r"best.tar: .* holds code", caplog.text)
     assert not (tmp_path / "evil").exists()
-    torch.load(path, weights_only=False)  # which would have run it
+    torch.load(path.with_name("best.tar.1"), weights_only=False)  # which would have run it
     assert (tmp_path / "evil").exists()
 
 
@@ -185,6 +185,69 @@ def test_what_is_no_checkpoint_of_this_program_is_refused_with_the_reason(tmp_pa
     path.write_bytes(b"torn")
     with pytest.raises(FlagError, match="model.tar: it is damaged, or none at all"):
         checkpoint.load(flags)
+
+
+@pytest.mark.parametrize(
+    "path, value, reason",
+    [
+        (["step"], "200", "'step' is of type str"),
+        (["step"], 300, "its step is 300, and 200 in its stats"),
+        (["flags"], None, "'flags' is of type NoneType"),
+        (["stats", "game_returns"], None, "'game_returns' is of type NoneType"),
+        (["stats", "episode_returns"], ["a"], "must be real number, not str"),
+        (["stats"], {}, "KeyError: 'step'"),
+        (["random_states"], {}, "KeyError: 'torch'"),
+        (["random_states", "python"], 3, "TypeError"),
+        (["scheduler_state_dict"], [], "'scheduler_state_dict' is of type list"),
+        (["scheduler_state_dict"], {}, "KeyError: 'lr_lambdas'"),
+        (["scheduler_state_dict", "last_epoch"], "x", "'last_epoch' is of type str"),
+        (["optimizer_state_dict"], {}, "KeyError: 'param_groups'"),
+        (["optimizer_state_dict", "state", 0, "square_avg"], torch.ones(2), "has shape .2., not"),
+        (["model_state_dict"], 3, "'model_state_dict' is of type int"),
+    ],
+)
+def test_a_part_of_a_wrong_type_is_refused_in_one_line(tmp_path, path, value, reason):
+    flags, file = parse(tmp_path), tmp_path / "run" / "model.tar"
+    save(flags)
+    content = part = torch.load(file, weights_only=True)
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    torch.save(content, file)
+    learner = create_learner(flags, num_updates=1)  # whose optimizer has a state
+    with pytest.raises(
+        FlagError, match=f"use the checkpoint .*: it is damaged .*{reason}"
+    ) as error:
+        checkpoint.resume(flags, learner)
+    assert "\n" not in str(error.value) and "move it away" in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
+def test_weights_of_another_dtype_are_refused(tmp_path, dtype):
+    flags, file = parse(tmp_path), tmp_path / "run" / "model.tar"
+    save(flags)
+    content = torch.load(file, weights_only=True)
+    content["model_state_dict"]["bias"] = torch.ones(1, dtype=dtype)
+    content["model_state_dict"]["weight"] = None
+    torch.save(content, file)
+    with pytest.raises(FlagError) as error:
+        checkpoint.resume(flags, create_learner(flags))
+    assert f"bias: [1] {dtype} in the".replace("torch.", "") in str(error.value)
+    assert "weight: NoneType in the checkpoint, [1, 3] in the net" in str(error.value)
+
+
+def test_a_best_checkpoint_that_is_damaged_is_set_aside(tmp_path, caplog):
+    flags, file = parse(tmp_path), tmp_path / "run" / "best.tar"
+    learner = save(flags)
+    content = torch.load(tmp_path / "run" / "model.tar", weights_only=True)
+    torch.save(content | {"stats": {"step": 200}}, file)
+    before = file.read_bytes()
+    writer = checkpoint.Writer(flags, learner)
+    assert "best.tar is now best.tar.1: cannot use the checkpoint" in caplog.text
+    update(learner, [1.0])
+    writer.save(learner)
+    assert saved_step(flags, "best.tar") == 300
+    assert file.with_name("best.tar.1").read_bytes() == before
 
 
 def test_weights_that_do_not_fit_are_refused_with_names_shapes_and_the_flags_that_differ(tmp_path):
