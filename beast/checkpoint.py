@@ -92,7 +92,7 @@ def to_bytes(content, *path):
             f"{name} is a {type(content).__module__}.{type(content).__qualname__}, with which no "
             "checkpoint can be loaded: make it a number, a text, or a list or dict of them (a flag "
             "by the `type` of its add_argument)"
-        ) from error
+        ) from None
     return buffer
 
 
@@ -167,7 +167,7 @@ def refusing(path):
         raise FlagError(
             f"cannot use the checkpoint {path}: it is damaged ({type(error).__name__}: {error}); "
             f"{ADVICE}"
-        ) from error
+        ) from None
 
 
 def restore_weights(model, checkpoint, flags):

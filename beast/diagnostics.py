@@ -229,15 +229,15 @@ class Diagnostics:
     """Watches the metrics of each tick, and says in words what is off.
 
     What is off is logged once, when it has been so for PATIENCE ticks, and again when it is back
-    within its limit; in between, its name and value are on the status line. There is a dash until
-    there were WARM_UP updates.
+    within its limit; in between, its name and value are on the status line, which says at first
+    that there were no WARM_UP updates yet.
     """
 
     def __init__(self):
         self._num_updates = 0  # of all ticks
         self._off = set()  # names
         self._contrary = {}  # for how many ticks in a row a name has not been as `_off` says
-        self._text = "-"
+        self._text = f"after {WARM_UP:,} updates"
 
     def text(self, metrics, num_updates):
         """Return a few characters for the status line, and log what has come or gone.

@@ -3,7 +3,9 @@
 
 import argparse
 import datetime
+import difflib
 import importlib.util
+import logging
 import os
 import signal
 import sys
@@ -14,8 +16,9 @@ from beast import checkpoint, credentials, elastic, evaluate, torchrun
 from beast.checkpoint import BEST, NEWEST, run_path
 from beast.errors import EnvError, FlagError, format_cause
 from beast.machine import keep_freed_memory
-from beast.parser import non_negative, positive
+from beast.parser import folder_name, non_negative, positive
 from beast.processes import exit_on_signals, exit_with_parent, start_logging
+from beast.run_folder import compare_code
 
 
 def add_run_flags(parser):
@@ -33,8 +36,8 @@ def add_run_flags(parser):
                      "ale-py's AtariVectorEnv, whose games differ a little (docs/ale_vector.md) "
                      "and for which create_env is not called; ppo.py and gala.py have gym alone. "
                      "--mode test always plays with gym.")
-    run.add_argument("--xpid", help="Name of the run; one that has a checkpoint is resumed. "
-                     "By default a new name, of program and time; to test, the latest run.")
+    run.add_argument("--xpid", type=folder_name, help="Name of the run; one that has a "
+                     "checkpoint is resumed. By default a new name, of program and time; to test, the latest run.")
     run.add_argument("--savedir", default="~/logs/torchbeast", help="Folder of all runs.")
     run.add_argument("--seed", type=non_negative(int), help="Seed of environments, model and "
                      "action sampling. By default a random one, which meta.json holds.")
@@ -132,6 +135,9 @@ def _fill_in(parser, argv, flags):
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         name = flags.program.removesuffix(".py")
         flags.xpid = f"{name}-{now}" if flags.mode == "train" else "latest"
+    elif flags.mode == "train" and not os.path.lexists(run_path(flags)):
+        for similar in difflib.get_close_matches(flags.xpid, _list_runs(flags, NEWEST), 1, 0.7):
+            logging.warning("--xpid %s is a new run; there is also %s", flags.xpid, similar)
     if flags.xpid == "latest":
         if not run_path(flags).exists():
             raise FlagError(f"there is no run in {flags.savedir} yet")
@@ -140,6 +146,7 @@ def _fill_in(parser, argv, flags):
         raise FlagError("--best is for --mode test: training resumes the newest checkpoint")
     saved = checkpoint.load(flags, BEST if flags.best else NEWEST)
     if saved is not None:
+        compare_code(run_path(flags))
         flags = _complete(parser, argv, flags, saved)
     elif flags.mode != "train":
         _refuse_missing_run(flags)
@@ -153,18 +160,21 @@ def _fill_in(parser, argv, flags):
     if wants_wandb and importlib.util.find_spec("wandb") is None:
         raise FlagError("--wandb needs a package that is not installed: pip install wandb")
     evaluate.check_flags(flags)
+    if flags.mode == "train" and not flags.disable_checkpoint:
+        checkpoint.to_bytes(vars(flags), "flags")
     return flags
 
 
 def _complete(parser, argv, flags, saved):
     """Return the flags with what the command line leaves open taken from a checkpoint."""
-    kept = {k: v for k, v in saved["flags"].items() if k in flags}
     # For a machine that may have been another one; older checkpoints do not say what was chosen.
-    chosen = saved["flags"].get("chosen", ["num_buffers"])
-    kept = {k: v for k, v in kept.items() if k not in (*checkpoint.NOT_RESUMED, *chosen)}
+    with checkpoint.refusing(run_path(flags) / (BEST if flags.best else NEWEST)):
+        left = {*checkpoint.NOT_RESUMED, *saved["flags"].get("chosen", ["num_buffers"])}
+        kept = {k: v for k, v in saved["flags"].items() if k in flags and k not in left}
+        parser.check_types(kept)
     xpid, flags = flags.xpid, parser.parse_args(argv, argparse.Namespace(**kept))
     flags.xpid = xpid
-    if saved["flags"]["env"] not in (None, flags.env):  # None: of servers that named no game
+    if saved["flags"].get("env") not in (None, flags.env):  # None: of servers that named no game
         raise FlagError(
             f"--env is {flags.env}, but the checkpoint in {run_path(flags)} is of "
             f"{saved['flags']['env']}: leave --env out, or choose another --xpid"
@@ -177,10 +187,15 @@ def _complete(parser, argv, flags, saved):
     return flags
 
 
+def _list_runs(flags, name):
+    """Return the names of the runs that have such a checkpoint, the newest first."""
+    runs = run_path(flags).parent.glob(f"*/{name}")
+    runs = sorted(runs, key=lambda path: path.stat().st_mtime, reverse=True)
+    return [path.parent.name for path in runs if not path.parent.is_symlink()]
+
+
 def _refuse_missing_run(flags):
-    folder, name = run_path(flags).parent, BEST if flags.best else NEWEST
-    runs = sorted(folder.glob(f"*/{name}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    names = [path.parent.name for path in runs if not path.parent.is_symlink()]
+    names = _list_runs(flags, BEST if flags.best else NEWEST)
     hint = "; a best one comes after the first game" if flags.best else ""
     listed = (
         f"runs with one, the newest first: {', '.join(names[:10])}" if names else "no run has one"

@@ -35,7 +35,7 @@ from typing import NamedTuple
 from beast.autotune import value_of
 from beast.errors import FlagError
 from beast.machine import count_cores
-from beast.parser import positive
+from beast.parser import folder_name, positive
 from beast.processes import STOP_SIGNALS, start_logging
 
 SAVEDIR, CHECKPOINT = "~/logs/torchbeast", "model.tar"  # as in flags.py and checkpoint.py
@@ -122,6 +122,11 @@ def make_runs(command):
     xpid, count = collections.Counter(run.xpid for run in runs).most_common(1)[0]
     if xpid is None:
         raise FlagError("give the command an --xpid, with the names of all braces in it")
+    for run in runs:
+        try:
+            folder_name(run.xpid)
+        except argparse.ArgumentTypeError as error:
+            raise FlagError(f"--xpid: {error}") from None
     if count > 1:
         raise FlagError(f"{count} runs have the --xpid {xpid}: put the names of all braces into it")
     if len(folders := {str(run.savedir) for run in runs}) > 1:

@@ -17,9 +17,10 @@ from collections import deque
 
 from beast import bad_batch, checkpoint, diagnostics, energy, learner_group, metrics
 from beast.errors import EnvError, FlagError
+from beast.parser import Parser
 from beast.processes import StopSignals
 from beast.profiler import UpdateProfiler
-from beast.run_folder import LearnerLog, RunFolder
+from beast.run_folder import LearnerLog, RunFolder, resume_command
 from beast.waits import Stopwatch, WaitFractions
 from beast.watchdog import Watchdog, print_stacks_on_signal
 
@@ -69,6 +70,8 @@ class Run:
         self._folder_failure = ""  # why this learner cannot write into the run's folder
 
     def __enter__(self):
+        if not self._flags.disable_checkpoint:
+            checkpoint.to_bytes(checkpoint.pack(self._flags, self._learner))
         name = self._group.name  # empty where this learner has the run's folder from the start
         self._folder = LearnerLog(self._flags, name) if name else None
         self._group.from_rank_0(self._open_folder)
@@ -87,7 +90,9 @@ class Run:
             self._folder = RunFolder(self._flags)
 
     def _start(self):
-        logging.info("Flags:\n%s", pprint.pformat(vars(self._flags)))
+        names = Parser.flag_names(self._flags.program)
+        given = {name: value for name, value in vars(self._flags).items() if name in names}
+        logging.info("Flags:\n%s", pprint.pformat(given))
         self._group.check_same("game", f"{self._flags.env}, {self._frames} frames a step")
         self._group.from_rank_0(lambda: checkpoint.resume(self._flags, self._learner))
         self._group.share_state(self._learner)
@@ -125,6 +130,7 @@ class Run:
             failure = failure or self._folder_failure
             if failure and error is None:
                 status = f"ended, but {failure}"
+            self._announce_resume()
         finally:
             if self._signals.first:
                 status = status.replace("ended", f"stopped by {self._signals.first.name}", 1)
@@ -322,6 +328,13 @@ class Run:
             "and at policy_logits (does a mask leave no action, or the loss multiply 0 by -inf?); "
             "else try a lower --learning_rate"
         )
+
+    def _announce_resume(self):
+        is_saved = self._folder.checkpoints and (self.path / checkpoint.NEWEST).exists()
+        is_over = self._learner.step >= self._flags.total_steps
+        if self._signals.first and is_saved and not is_over and not self._flags.disable_checkpoint:
+            launcher = "torchrun ..." if self._group.by_torchrun else "python"
+            logging.info("To go on: %s %s", launcher, resume_command(self._flags))
 
     def _silences(self):
         return self._system.silences() if self._system else []

@@ -24,6 +24,7 @@ import logging
 import os
 import pathlib
 import platform
+import shlex
 import subprocess
 import sys
 
@@ -32,7 +33,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from beast import checkpoint
-from beast.atomic_files import CSVFile, EventFile, LogHandler, replace_file
+from beast.atomic_files import CSVFile, EventFile, LogHandler, replace_file, set_aside
 from beast.background_evaluation import BackgroundEvaluation
 from beast.checkpoint import BEST, NEWEST, run_path
 from beast.errors import FlagError
@@ -60,9 +61,7 @@ class RunFolder:
             for path in (NEWEST, BEST, "meta.json", "logs.csv"):  # of a process that was killed
                 (self.path / f"{path}.tmp").unlink(missing_ok=True)
             if (self.path / "meta.json").exists():
-                with contextlib.suppress(ValueError):  # a damaged one is not worth a run
-                    earlier = json.loads((self.path / "meta.json").read_text())
-                    self._meta["earlier"] = earlier.pop("earlier", []) + [earlier]
+                self._read_earlier()
             self._write_meta()
             self._out = LogHandler(self.path / "out.log", LOG_FORMAT)
         except BlockingIOError:
@@ -154,6 +153,18 @@ class RunFolder:
         self._meta["wandb"] = self._wandb.id
         self._write_meta()
 
+    def _read_earlier(self):
+        path = self.path / "meta.json"
+        try:
+            last = json.loads(path.read_text())
+            earlier = [*last.pop("earlier", []), last]
+            if not all(isinstance(meta, dict) for meta in earlier):
+                raise TypeError("an earlier start is no object")
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            set_aside(path, f"it is damaged ({type(error).__name__}: {error})")
+        else:
+            self._meta["earlier"] = earlier
+
     def _write_out(self, level, message, error=None):
         """Write to out.log alone what the screen shows in another way."""
         self._out.handle(logging.LogRecord("", level, __file__, 0, message, (), error))
@@ -220,6 +231,37 @@ def run_git(*arguments):
         return None
 
 
+def compare_code(path):
+    """Log where the program of a run, as its meta.json has it, is not the one that runs here."""
+    try:
+        meta = json.loads((path / "meta.json").read_text())
+        theirs = _name_code(meta["command"], meta["git"])
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return
+    ours = _name_code(sys.argv, _describe_git())
+    if theirs != ours:
+        logging.warning(
+            "%s is of another program, %s; this is %s, whose net or environment may differ",
+            *(path, theirs, ours),
+        )
+
+
+def _name_code(command, git):
+    # A file that git does not know, as a log, is no change.
+    changes = [line for line in (git["changed"] or "").splitlines() if not line.startswith("??")]
+    commit = f"commit {git['commit'][:7]}" if git["commit"] else "no commit"
+    changed = f" with changes ({', '.join(changes)})" if changes else ""
+    return f"{pathlib.Path(command[0]).name} of {commit}{changed}"
+
+
+def resume_command(flags):
+    """Return the command by which a run goes on: this one, and the name of the run."""
+    command = [*sys.argv]
+    if f"--xpid {flags.xpid}" not in " ".join(command).replace("--xpid=", "--xpid "):
+        command += ["--xpid", flags.xpid]
+    return shlex.join(command)
+
+
 def describe_code():
     """Return the commit of this repository, with a hash of changes that are not committed."""
     # The same text for the same changes, whatever the clone and the user's configuration of git.
@@ -231,12 +273,18 @@ def describe_code():
     return f"{run_git('rev-parse', 'HEAD')} with changes {changes}"
 
 
+def _describe_git():
+    return {
+        "commit": run_git("rev-parse", "HEAD"),
+        "changed": run_git("status", "--porcelain"),
+    }
+
+
 def _describe_run(flags):
-    changed = run_git("status", "--porcelain")
     return {
         "flags": vars(flags),
         "command": sys.argv,
-        "git": {"commit": run_git("rev-parse", "HEAD"), "changed": changed},
+        "git": _describe_git(),
         "versions": {"python": platform.python_version(), **_versions()},
         "machine": {
             "host": platform.node(),

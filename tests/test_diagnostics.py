@@ -235,5 +235,7 @@ def test_a_run_logs_its_health_but_does_not_judge_the_first_updates(tmp_path, mo
             run.tick()
     lines = [message for message in caplog.messages if "| health" in message]
     texts = [line.partition("| health ")[2].partition(" |")[0] for line in lines]
-    assert texts == ["-"] * 4 + ["ok"] + ["clipped 1"] * 4  # the last one as the run ends
+    assert (
+        texts == ["after 5 updates"] * 4 + ["ok"] + ["clipped 1"] * 4
+    )  # the last one as the run ends
     assert caplog.text.count("Diagnostics: clipped_updates is 1: ") == 1

@@ -2,6 +2,7 @@
 """Command lines: what they refuse and how, and what a checkpoint adds to them."""
 
 import os
+import pathlib
 import re
 import sys
 
@@ -40,6 +41,17 @@ COUNTS += ["num_episodes", "num_test_envs"]
             (f"--{name} 0", f"argument --{name}: 0 is not valid: it must be positive")
             for name in COUNTS
         ],
+        ("--lr 0.1", "arguments: --lr 0.1; did you mean --learning_rate? (--help"),
+        ("-lr 0.1", "did you mean --learning_rate? (--help"),
+        ("--learning-rate=0.1", "did you mean --learning_rate? (--help"),
+        ("--gamma=0.9", "did you mean --discounting? (--help"),
+        ("--device cuda", "arguments: --device cuda; did you mean --disable_cuda? (--help"),
+        ("--num-envs 8", "did you mean --num_actors or --envs_per_"),
+        ("--num_workers 8", "did you mean --num_"),
+        ("--random_seed 8", "did you mean --seed? (--help"),
+        ("--zzz 3 --wandbb", "arguments: --zzz 3 --wandbb; did you mean --wandb? (--help"),
+        ("--total_steps 1.5e0", "argument --total_steps: invalid int value: '1.5e0'"),
+        ("--total_steps 1e999", "argument --total_steps: invalid int value: '1e999'"),
         ("--learning 0.1", "unrecognized arguments: --learning 0.1"),  # no abbreviations
     ],
 )
@@ -68,6 +80,70 @@ def test_an_error_in_code_of_a_users_own_is_shown_above_the_line(monkeypatch, is
     trace, line = end.value.code.split("program.py: ")
     assert line == "step(3) failed" and trace.endswith("KeyError: 'speed'\n" if is_own else "")
     assert ("test_flags.py" in trace) == trace.startswith("Traceback") == is_own
+
+
+def test_integers_may_be_written_as_powers_of_ten():
+    arguments = "--total_steps 5e6 --batch_size 1e1 --seed 0e0".split()
+    flags = monobeast.parser.parse_args(arguments)
+    assert repr((flags.total_steps, flags.batch_size, flags.seed)) == "(5000000, 10, 0)"
+
+
+def test_a_flag_of_the_servers_alone_is_said_to_be_one(capsys):
+    with pytest.raises(SystemExit):
+        polybeast.parser.parse_args(["--server_address=a:1"])
+    assert "did you mean --server_addresses?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        polybeast.parser.parse_args(["--insecure"])
+    hint = "--insecure is a flag of polybeast_env.py: add it to polybeast.py, too"
+    assert hint in capsys.readouterr().err
+
+
+def test_a_flag_whose_value_no_checkpoint_can_hold_is_refused_at_the_start(tmp_path):
+    parser = create_parser()
+    parser.add_argument("--roots", type=pathlib.Path, nargs="*")
+    parser.add_argument("--root", type=pathlib.Path)
+    assert parse(tmp_path, "--xpid run", parser).root is None
+    for arguments, name in (("--root /a", "--root"), ("--roots /a /b", "--roots > 0")):
+        with pytest.raises(FlagError, match=f"^{name} is a pathlib.PosixPath, with which no ch"):
+            parse(tmp_path, f"--xpid run {arguments}", parser)
+    assert parse(tmp_path, "--xpid run --root /a --disable_checkpoint", parser).root
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("total_steps", "9"), ("learning_rate", [0.1]), ("use_lstm", 3), ("env_backend", "x")]
+    + [("chosen", None), ("env", 3), (None, None)],
+)
+def test_saved_flags_of_wrong_types_are_refused(tmp_path, name, value):
+    save(parse(tmp_path))
+    path = tmp_path / "run" / "model.tar"
+    saved = torch.load(path, weights_only=True)
+    saved["flags"] = saved["flags"] | {name: value} if name else []
+    torch.save(saved, path)
+    with pytest.raises(FlagError, match=r"use the checkpoint \S*model.tar: it is damaged"):
+        parse(tmp_path)
+
+
+@pytest.mark.parametrize("xpid", ["", " ", ".", "..", "a/b", "a/", "/a", "a\nb", "a\0b"])
+@pytest.mark.parametrize("mode", ["train", "test"])
+def test_a_run_is_named_as_one_folder_can_be(tmp_path, capsys, xpid, mode):
+    arguments = [f"--xpid={xpid}", "--savedir", str(tmp_path), "--mode", mode]
+    with pytest.raises(SystemExit):
+        parse_flags(create_parser(), arguments)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"argument --xpid: {xpid!r} is not valid: it must be the name of one folder in" in line
+    with pytest.raises(FlagError, match="File name too long"):
+        parse(tmp_path, "--xpid " + 300 * "a")
+
+
+def test_a_new_run_whose_name_is_close_to_that_of_another_is_pointed_out(tmp_path, caplog):
+    save(parse(tmp_path, "--xpid pong-lstm"))
+    for xpid in ("pong-lstm", "breakout"):
+        parse(tmp_path, f"--xpid {xpid}")
+    assert not caplog.text
+    parse(tmp_path, "--xpid pong-lsmt")
+    assert caplog.messages == ["--xpid pong-lsmt is a new run; there is also pong-lstm"]
 
 
 @both

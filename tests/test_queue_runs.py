@@ -152,6 +152,7 @@ def test_spaces_around_values_do_not_count():
         ("", "prog --a {1,2}{3,4} --xpid x", r"a are 1,2 and 3,4: name one of them, {other=3,4}"),
         ("", "{a,b}.py --xpid x", r"{a,b}.py belongs to no flag: name its braces, {name=a,b}"),
         ("", "prog --seed {1,2}", "give the command an --xpid"),
+        ("", "prog --env {ALE/A,B} --xpid {env}", "--xpid: 'ALE/A' is not valid: it must be the"),
         ("", "prog --seed {1,2} --xpid x", "2 runs have the --xpid x: put the names"),
         ("", "prog --seed {1,2} --xpid {seed} --savedir {seed}", "one --savedir, not 1, 2"),
         ("--cores_per_run 1000", "prog --xpid x", r"1000, but there are only \d+ cores"),

@@ -6,10 +6,13 @@ import logging
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+from collections import deque
 
+import numpy as np
 import pytest
 import torch
 from program import HELPERS, ROOT, load, read_meta, read_rows, run, wait_until
@@ -125,10 +128,61 @@ def test_metrics_are_means_over_a_tick_also_those_of_ones_own(tmp_path, caplog):
     number = r"-?[\d,.e+-]+"
     pattern = rf"20\.0% \| 200 steps \| {number} steps/s \({number} frames/s\) "
     pattern += r"\| return 5 \| loss 0\.5 \| wait \d+%/0% \| full 3/4 \| lag 0/0/0 "
-    pattern += r"\| health - \| left \d+:\d\d:\d\d"
+    pattern += r"\| health after 1,000 updates \| left \d+:\d\d:\d\d"
     assert re.fullmatch(pattern, line), line
     line = next(message for message in caplog.messages if "0 steps" in message)
     assert "return - | loss - " in line and "lag -/-/- " in line and line.endswith("left -")
+
+
+def test_what_no_checkpoint_can_hold_ends_a_run_before_it_starts_or_at_the_next_one(tmp_path):
+    folder = tmp_path / "run"
+    for name, spoil in {
+        "--root": lambda run: setattr(run._flags, "root", folder),
+        "stats > best > 1": lambda run: run._learner.stats.update(best=[1.0, np.float64(2)]),
+        "optimizer_state_dict > param_groups > 0 > kind": lambda run: (
+            run._learner.optimizer.param_groups[0].update(kind=signal.SIGINT)
+        ),
+        "model_state_dict > _extra_state": lambda run: setattr(
+            type(run._learner.model), "get_extra_state", lambda self: {1: deque()}
+        ),
+    }.items():
+        run = start(tmp_path, model=type("Net", (torch.nn.Linear,), {})(3, 1))
+        spoil(run)
+        with pytest.raises(FlagError, match=f"^{name}( > 1)? is a .*, with which no checkpoint "):
+            run.__enter__()
+        assert not folder.exists()
+    with pytest.raises(FlagError, match="^stats > best is a numpy.float64, with which no"):
+        with start(tmp_path) as run:
+            record(run)
+            run._folder.checkpoints.save(run._learner)
+            run._learner.stats["best"] = np.float64(2)
+    assert load(folder / "model.tar")["step"] == 100
+
+
+def test_the_flags_that_are_logged_are_flags(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    with start(tmp_path):
+        pass
+    (text,) = [message for message in caplog.messages if message.startswith("Flags:")]
+    assert "'learning_rate': 0.5" in text and "'seed': 1" in text
+    assert not re.search("'(program|rank|chosen|num_learners|render_mode|autotune)'", text)
+
+
+@pytest.mark.parametrize(
+    "arguments, added",
+    [(["--xpid", "run"], ""), (["--xpid=run"], ""), (["--env", "a b"], " --xpid run")],
+)
+def test_a_stopped_run_says_by_which_command_it_goes_on(
+    tmp_path, caplog, monkeypatch, arguments, added
+):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(sys, "argv", ["dir/fork.py", *arguments])
+    for is_stopped, options in ((False, ""), (True, " --disable_checkpoint"), (True, "")):
+        assert "To go on" not in caplog.text
+        with start(tmp_path, CPU_ONLY + options) as run:
+            run._signals.first = signal.SIGINT if is_stopped else None
+    command = f"To go on: python dir/fork.py {shlex.join(arguments)}{added}"
+    assert caplog.messages[-1] == command
 
 
 def test_the_last_step_ends_the_run(tmp_path):

@@ -93,9 +93,33 @@ def test_meta_and_log_say_how_a_run_ended_and_meta_holds_earlier_ones(
     assert meta["status"] == "ended" and meta["start"] <= meta["end"]
     assert [m["status"] for m in meta["earlier"]] == ["ValueError: out of luck", "ended"]
     assert "earlier" not in meta["earlier"][1]
-    (path / "meta.json").write_text("{torn")
-    open_folder(flags)
-    assert read_meta(path)["status"] == "running"
+    damaged = ["{torn", "[1]", "3", '{"earlier": 1}', '{"earlier": [2]}', "[" * 100_000]
+    for i, text in enumerate(damaged, 1):
+        (path / "meta.json").write_text(text)
+        open_folder(flags).close("ended")
+        meta = read_meta(path)
+        assert meta["status"] == "ended" and "earlier" not in meta
+        assert (path / f"meta.json.{i}").read_text() == text
+        assert f"meta.json is now meta.json.{i}: it is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_run_of_another_program_or_commit_is_pointed_out(
+    tmp_path, open_folder, caplog, monkeypatch, is_damaged
+):
+    flags, path = parse(tmp_path), tmp_path / "run" / "meta.json"
+    save(flags)
+    open_folder(flags).close("ended")
+    parse(tmp_path, "--xpid run --mode test")
+    assert "another program" not in caplog.text
+    monkeypatch.setattr(run_folder.sys, "argv", ["a/fork.py"])
+    git = {"rev-parse": "0123456789", "status": " M fork.py\n?? notes"}
+    monkeypatch.setattr(run_folder, "run_git", lambda *arguments: git[arguments[0]])
+    if is_damaged:
+        path.write_text("[]")
+    parse(tmp_path, "--xpid run --mode test")
+    text = r"run is of another program, .* of (no )?commit.*; this is fork.py of commit 0123456 "
+    assert bool(re.search(rf"{text}with changes \( M fork.py\), whose", caplog.text)) != is_damaged
 
 
 def test_latest_links_the_newest_run_and_spares_what_is_no_link(tmp_path, open_folder, caplog):
