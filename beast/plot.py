@@ -181,9 +181,9 @@ parser = argparse.ArgumentParser(
 parser.add_argument("runs", nargs="+", metavar="RUN",
                     help="Folder of a run, its logs.csv, or a copy NAME.csv beside NAME.json, that "
                     "of meta.json. LABEL=RUN names its curve; equal labels make one curve.")
-parser.add_argument("--out", default="curves",
+parser.add_argument("--output", "--out", dest="out", metavar="NAME",
                     help="Where to write: NAME.png (or .pdf, .svg), NAME.html, or NAME for both. "
-                    "By default %(default)s.")
+                    "By default curves, in the folder of the first run.")
 parser.add_argument("--x", help="What the picture shows the return against, one panel each; all "
                     f"else is against the first. Some of {','.join(X_AXES)}; by default "
                     "steps,frames,hours, without frames where a step is one frame, and with "
@@ -216,8 +216,9 @@ def main(argv=None):
     data = collect(groups, metrics, flags.common, page_x_names)
     for note in notes:
         print(note)
-    out = flags.out if flags.out.endswith((".html", ".png", ".pdf", ".svg")) else ""
-    for path in map(pathlib.Path, [out] if out else [f"{flags.out}.html", f"{flags.out}.png"]):
+    out = flags.out or str(runs[0].path.parent / "curves")
+    is_one = out.endswith((".html", ".png", ".pdf", ".svg"))
+    for path in map(pathlib.Path, [out] if is_one else [f"{out}.html", f"{out}.png"]):
         if path.suffix == ".html":
             write_page(data, groups, notes, path)
         else:

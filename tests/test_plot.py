@@ -168,12 +168,14 @@ def test_a_picture_and_a_page_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plot.main(["run"])
     plot.main([str(run_folder), "--out", "one.png", "--x", "steps", "--metrics", ""])
-    height, width, _ = cv2.imread("curves.png").shape
+    height, width, _ = cv2.imread("run/curves.png").shape
     small_height, small_width, _ = cv2.imread("one.png").shape
     assert small_width < width and small_height < height
     plot.main(["run", "--out", "picture.svg"])
     made = {path.name for path in tmp_path.iterdir()}
-    assert made == {"run", "curves.png", "curves.html", "one.png", "picture.svg"}
+    assert made == {"run", "one.png", "picture.svg"} and (run_folder / "curves.html").exists()
+    plot.main(["run", "--output", "two.html"])
+    assert (tmp_path / "two.html").exists()
 
 
 def test_the_page_needs_no_network_and_labels_cannot_break_it(tmp_path):
