@@ -7,6 +7,8 @@ import gymnasium as gym
 
 from beast.errors import FlagError
 
+OTHERS = "edit create_env (docs/environment.md); ppo.py and gala.py take others, too, as package:ID"
+
 
 def is_game(env_id):
     """Return whether an id of Gymnasium is a game of ale-py."""
@@ -40,12 +42,12 @@ def find_spec(env_id):
         raise FlagError(
             f"there is no environment {env_id!r} ({error}); "
             + (f"is it {' or '.join(near)}? Else " if near else "")
-            + "name a game of ale-py, such as PongNoFrameskip-v4 or ALE/Pong-v5"
+            + f"name a game of ale-py, such as PongNoFrameskip-v4 or ALE/Pong-v5, or {OTHERS}"
         ) from None
     if not is_spec_of_game(spec):
         raise FlagError(
             f"{env_id} is not a game of ale-py, so Atari preprocessing does not fit it; name one, "
-            "such as PongNoFrameskip-v4 or ALE/Pong-v5, or edit create_env (docs/environment.md)"
+            f"such as PongNoFrameskip-v4 or ALE/Pong-v5, or {OTHERS}"
         )
     # Our frame skip drives the emulator itself, below such wrappers.
     if spec.max_episode_steps is not None:

@@ -83,7 +83,7 @@ def to_bytes(content, *path):
         torch.save(content, buffer)
         buffer.seek(0)
         torch.load(buffer, map_location="meta", weights_only=True)  # which skips the tensors
-    except Exception as error:
+    except Exception:
         parts = dict(enumerate(content)) if isinstance(content, (list, tuple)) else content
         for key, part in parts.items() if isinstance(parts, dict) else ():
             to_bytes(part, *path, key)

@@ -70,9 +70,12 @@ class Environments:
                 try:
                     self.envs.append(create_env())
                 except Exception as error:
+                    hint = ""
+                    if isinstance(error, gym.error.UnregisteredEnv):
+                        hint = "; one that a package registers is named package:ID"
                     # Gymnasium's errors, such as those of unknown names, say what to change.
                     raise EnvError(
-                        f"{name}: cannot create environment {i}: {_describe(error)}"
+                        f"{name}: cannot create environment {i}: {_describe(error)}{hint}"
                     ) from (None if isinstance(error, gym.error.Error) else error)
             self._check_spaces()
         except BaseException:

@@ -192,9 +192,12 @@ def _log_choice(flags, reasons, deterministic=False):
         num = count_learners()
         logging.info(
             "Chosen for this machine (limited by): %s. There are %d cores and %.0f GiB of "
-            "memory%s. More than %d environments, %d batches, would make the policies lag",
+            "memory%s.%s",
             ", ".join(f"{value} ({reasons[name]})" for name, value in values.items()),
             *(count_cores(), count_memory() / 2**30),
             f" for each of {num} learners that share this machine" if num > 1 else "",
-            *(MAX_LAG * flags.batch_size, MAX_LAG),
+            f" More than {MAX_LAG * flags.batch_size} environments, {MAX_LAG} batches, would make "
+            "the policies lag"
+            if "lag" in reasons.values()
+            else "",
         )

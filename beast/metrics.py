@@ -27,7 +27,7 @@ def to_floats(metrics):
         if value.numel() != 1 and name != "moments":
             raise ValueError(
                 f"the metric {name!r} has shape {list(value.shape)}, but a metric is one number: "
-                "take its mean, or give each element a name of its own"
+                "sum it over the batch (docs/loss.md), or give each element a name of its own"
             )
         values.append(value.detach())
     # In one go, since on a GPU each of them alone would be waited for.

@@ -372,7 +372,8 @@ gym.register(
 
 @pytest.mark.parametrize(
     ("env_id", "words"),
-    [("CartPole-v1", "not a game of ale-py"),
+    [("CartPole-v1", r"not a game of ale-py.* edit create_env .*ppo.py .* package:ID$"),
+     ("Minigrid-v0", r"no environment 'Minigrid-v0'.* edit create_env .*ppo.py .* package:ID$"),
      ("PingNoFrameskip-v4", "is it .*PongNoFrameskip-v4"),
      ("pong", "is it .*Pong-v4"),
      ("ALE/Pog-v5", "is it ALE/Pong-v5"),

@@ -306,7 +306,10 @@ def test_a_failing_reset_or_constructor_is_named():
         environments = Environments(lambda reset=reset: Resetting(reset), 1, 0)
         with pytest.raises(EnvError, match=f"environment 0 .*, step 0: .*{message}"):
             environments.initial()
-    with pytest.raises(EnvError, match="cannot create environment 0: ImportError: no such game"):
+    for name in ("Minigrid-v0", "CartPole-v99", "nowhere/Game-v0"):
+        with pytest.raises(EnvError, match="create environment 0: .*; one that .* package:ID$"):
+            Environments(lambda name=name: gym.make(name), 1, 0)
+    with pytest.raises(EnvError, match="cannot create environment 0: ImportError: no such game$"):
         Environments(create, 1, 0)
 
 

@@ -255,8 +255,9 @@ def test_the_learner_gets_the_cores_of_actors_that_dev_shm_has_no_room_for(
     ("arguments", "gib", "line"),
     [
         ("", 64, "--num_actors 15 (cores), --envs_per_actor 8 (at most 8). There are 16 cores and "
-         "64 GiB of memory. More than 128 environments, 16 batches, would make the policies lag"),
-        ("--batch_size 4", 64, "--num_actors 15 (cores), --envs_per_actor 4 (lag). There"),
+         "64 GiB of memory.\n"),
+        ("--batch_size 4", 64, "--num_actors 15 (cores), --envs_per_actor 4 (lag). There are 16 "
+         "cores and 64 GiB of memory. More than 64 environments, 16 batches, would make the pol"),
         ("--envs_per_actor 16", 64, "--num_actors 8 (lag). There"),
         ("--num_buffers 48", 64, "--num_actors 10 (--num_buffers), --envs_per_actor 4 (--num_b"),
         ("", 3, "--num_actors 8 (memory), --envs_per_actor 8 (at most 8). There are 16 cores"),

@@ -30,7 +30,8 @@ def test_metrics_become_floats():
 )
 def test_a_metric_that_is_not_one_number_is_refused_by_name(value):
     what = r"has shape \[.*\]" if isinstance(value, torch.Tensor | list) else "is a .*"
-    with pytest.raises(ValueError, match=rf"the metric 'norms' {what}, but .* one number"):
+    advice = ": sum it over the batch" if "shape" in what else ""
+    with pytest.raises(ValueError, match=rf"the metric 'norms' {what}, but .* one number{advice}"):
         metrics.to_floats({"loss": torch.tensor(1.0), "norms": value})
     with pytest.raises(ValueError, match=rf"the metric 'norms' {what}, but .* one number"):
         metrics.mean_floats([{"loss": torch.tensor(1.0), "norms": value}] * 2)
