@@ -72,7 +72,7 @@ class Environments:
                 except Exception as error:
                     hint = ""
                     if isinstance(error, gym.error.UnregisteredEnv):
-                        hint = "; one that a package registers is named package:ID"
+                        hint = " Name one that a package registers as package:ID"
                     # Gymnasium's errors, such as those of unknown names, say what to change.
                     raise EnvError(
                         f"{name}: cannot create environment {i}: {_describe(error)}{hint}"

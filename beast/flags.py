@@ -37,7 +37,8 @@ def add_run_flags(parser):
                      "and for which create_env is not called; ppo.py and gala.py have gym alone. "
                      "--mode test always plays with gym.")
     run.add_argument("--xpid", type=folder_name, help="Name of the run; one that has a "
-                     "checkpoint is resumed. By default a new name, of program and time; to test, the latest run.")
+                     "checkpoint is resumed. By default a new name, of program and time; to test, "
+                     "the latest run.")
     run.add_argument("--savedir", default="~/logs/torchbeast", help="Folder of all runs.")
     run.add_argument("--seed", type=non_negative(int), help="Seed of environments, model and "
                      "action sampling. By default a random one, which meta.json holds.")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the learning curves of runs, and all other metrics in their logs: a picture and a web page.
 
-    python -m beast.plot ~/logs/torchbeast/latest                  curves.png and curves.html
-    python -m beast.plot ~/logs/torchbeast/pong-* --out pong       pong.png and pong.html
-    python -m beast.plot new=RUN new=RUN old=RUN --out new.html    named curves, the page alone
+    python -m beast.plot ~/logs/torchbeast/latest                  curves.png, .html in its folder
+    python -m beast.plot ~/logs/torchbeast/pong-* --output pong    pong.png and pong.html
+    python -m beast.plot new=RUN new=RUN old=RUN --output new.html named curves, the page alone
 
 curves.py says which runs become one curve. The page is one file that needs no network; plot.html is
 its template.
@@ -45,7 +45,7 @@ def draw_picture(data, x_names, path):
     except ImportError:
         raise PlotError(
             "pictures need matplotlib: pip install -r requirements-dev.txt, or draw the page alone "
-            "with --out NAME.html"
+            "with --output NAME.html"
         ) from None
 
     def draw(axes, name, x_name):

@@ -307,7 +307,7 @@ def test_a_failing_reset_or_constructor_is_named():
         with pytest.raises(EnvError, match=f"environment 0 .*, step 0: .*{message}"):
             environments.initial()
     for name in ("Minigrid-v0", "CartPole-v99", "nowhere/Game-v0"):
-        with pytest.raises(EnvError, match="create environment 0: .*; one that .* package:ID$"):
+        with pytest.raises(EnvError, match="create environment 0: .* as package:ID$"):
             Environments(lambda name=name: gym.make(name), 1, 0)
     with pytest.raises(EnvError, match="cannot create environment 0: ImportError: no such game$"):
         Environments(create, 1, 0)
