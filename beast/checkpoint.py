@@ -82,7 +82,12 @@ def to_bytes(content, *path):
     try:
         torch.save(content, buffer)
         buffer.seek(0)
-        torch.load(buffer, map_location="meta", weights_only=True)  # which skips the tensors
+        try:
+            torch.load(buffer, map_location="meta", weights_only=True)  # which skips the tensors
+        except NotImplementedError:  # of quantized ones
+            buffer.seek(0)
+            torch.load(buffer, map_location="cpu", weights_only=True)
+        buffer.seek(0)
     except Exception:
         parts = dict(enumerate(content)) if isinstance(content, (list, tuple)) else content
         for key, part in parts.items() if isinstance(parts, dict) else ():
@@ -90,8 +95,8 @@ def to_bytes(content, *path):
         name = " > ".join(map(str, path)).replace("flags > ", "--") or "the checkpoint"
         raise FlagError(
             f"{name} is a {type(content).__module__}.{type(content).__qualname__}, with which no "
-            "checkpoint can be loaded: make it a number, a text, or a list or dict of them (a flag "
-            "by the `type` of its add_argument)"
+            "checkpoint can be loaded: make it a tensor, a number, a text, or a list or dict of "
+            "them (a flag by the `type` of its add_argument)"
         ) from None
     return buffer
 

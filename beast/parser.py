@@ -88,13 +88,14 @@ class Parser(argparse.ArgumentParser):
         similar = [name for name in names if word.lower() in ALIASES.get(name, "").split()]
         # Without dashes, which would make all flags alike.
         similar = similar or difflib.get_close_matches(word, names, 1)
-        for parser in Parser.all:
-            if f"--{word}" in parser._option_string_actions and not similar:
-                return (
-                    f"; --{word} is a flag of {parser.prog}: add it to {self.prog}, too "
-                    f"(docs/environment.md), or start {parser.prog} yourself"
-                )
-        return f"; did you mean {' or '.join(f'--{name}' for name in similar)}?" if similar else ""
+        others = [p.prog for p in Parser.all if f"--{word}" in p._option_string_actions]
+        hint = f"; did you mean {' or '.join(f'--{name}' for name in similar)}?" if similar else ""
+        if others and not hint.endswith(f" --{word}?"):
+            hint += (
+                f"; --{word} is a flag of {others[0]}: add it to {self.prog}, too "
+                f"(docs/environment.md), or start {others[0]} yourself"
+            )
+        return hint
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -250,6 +250,14 @@ def test_a_best_checkpoint_that_is_damaged_is_set_aside(tmp_path, caplog):
     assert file.with_name("best.tar.1").read_bytes() == before
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_any_tensor_can_be_saved():
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
+    content = {"a": [quantized, torch.eye(2).to_sparse()], "b": torch.nn.Parameter(torch.ones(2))}
+    loaded = torch.load(checkpoint.to_bytes(content), weights_only=True)
+    assert loaded["a"][0].dequantize().tolist() == loaded["b"].tolist() == [1, 1]
+
+
 def test_weights_that_do_not_fit_are_refused_with_names_shapes_and_the_flags_that_differ(tmp_path):
     save(parse(tmp_path))
     flags = parse(tmp_path, "--xpid run --use_lstm --frame_skip 2")
