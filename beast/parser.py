@@ -68,12 +68,13 @@ class Parser(argparse.ArgumentParser):
     def check_types(self, values):
         """Raise a TypeError where a value, by its flag's name, is none that the flag can have."""
         for action in self._actions:
-            kind = getattr(action.type, "kind", action.type)
-            kind = bool if isinstance(action.default, bool) else kind
-            kinds = {int: int, float: (int, float), bool: bool}.get(kind, object)
             value = values.get(action.dest)
+            if value is None or action.nargs not in (None, 0):
+                continue
+            kinds = (int, float) if hasattr(action.type, "kind") else object
+            kinds = bool if isinstance(action.const, bool) else kinds
             is_known = action.choices is None or value in action.choices
-            if value is not None and not (is_known and isinstance(value, kinds)):
+            if not (is_known and isinstance(value, kinds)):
                 raise TypeError(f"--{action.dest} is {value!r}")
 
     def error(self, message):
@@ -122,7 +123,7 @@ def fraction(text):
     return _checked(float, lambda value: 0 <= value <= 1, "must be from 0 to 1")(text)
 
 
-fraction.kind = float
+fraction.kind = float  # as of the types that _checked makes
 
 
 def folder_name(text):

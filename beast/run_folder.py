@@ -236,8 +236,8 @@ def compare_code(path):
     try:
         meta = json.loads((path / "meta.json").read_text())
         theirs = _name_code(meta["command"], meta["git"])
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
-        return
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return  # it is not there, or damaged
     ours = _name_code(sys.argv, _describe_git())
     if theirs != ours:
         logging.warning(

@@ -15,6 +15,7 @@ import polybeast
 from beast.addresses import consecutive_addresses, expand_addresses
 from beast.errors import EnvError, FlagError
 from beast.flags import parse_flags, run_program
+from beast.parser import positive
 
 both = pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: p.__name__)
 
@@ -113,7 +114,7 @@ def test_a_flag_whose_value_no_checkpoint_can_hold_is_refused_at_the_start(tmp_p
 
 @pytest.mark.parametrize(
     "name, value",
-    [("total_steps", "9"), ("learning_rate", [0.1]), ("use_lstm", 3), ("env_backend", "x")]
+    [("num_episodes", "9"), ("stall_timeout_s", [0.1]), ("use_lstm", 3), ("env_backend", "x")]
     + [("chosen", None), ("env", 3), (None, None)],
 )
 def test_saved_flags_of_wrong_types_are_refused(tmp_path, name, value):
@@ -124,6 +125,18 @@ def test_saved_flags_of_wrong_types_are_refused(tmp_path, name, value):
     torch.save(saved, path)
     with pytest.raises(FlagError, match=r"use the checkpoint \S*model.tar: it is damaged"):
         parse(tmp_path)
+
+
+def test_saved_flags_of_a_fork_may_be_lists_and_may_change(tmp_path):
+    parser = create_parser()
+    parser.add_argument("--sizes", type=positive(int), nargs="*", choices=[1, 2])
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--level", action="store_const", const=3, default=False)
+    flags = parse(tmp_path, "--xpid run --sizes 1 2 --level", parser)
+    flags.layers = [64, 64]
+    save(flags)
+    resumed = parse(tmp_path, "--xpid run", parser)
+    assert (resumed.sizes, resumed.layers, resumed.level) == ([1, 2], [64, 64], 3)
 
 
 @pytest.mark.parametrize("xpid", ["", " ", ".", "..", "a/b", "a/", "/a", "a\nb", "a\0b"])
