@@ -21,12 +21,13 @@ from beast import credentials
 from beast.addresses import FOLDER_PREFIX, consecutive_addresses, expand_addresses
 from beast.errors import EnvError, FlagError
 from beast.server_processes import FIRST_PAUSE, GRACE
-from beast.spaces import spaces_from_json
+from beast.spaces import row_ranges, spaces_from_json
 from libtorchbeast.access import is_local
 
 FIRST_LINE = 2  # seconds without an answer after which the log says so
 CONNECT_TIMEOUT = 20  # seconds until the log says why a server cannot be reached, and again
 ANSWER_TIMEOUT = 300  # seconds for a server to make its environments
+MAX_NAME = 200  # characters
 MAJORITY_TIMEOUT = 5  # seconds after the first answer in which others count
 
 
@@ -66,11 +67,6 @@ class Servers:
         self.num_envs = num_envs or handshake["num_envs"]
         self.env = handshake["env"] or None
         self.spaces = handshake["spaces"]
-        if not self.spaces:
-            raise EnvError(
-                "the environment servers name no spaces, from which the net is made: serve the "
-                "environment by create_env of polybeast_env.py"
-            )
         self.observation_space, self.action_space, self.frame_skip = spaces_from_json(self.spaces)
 
     def pids(self):
@@ -243,8 +239,11 @@ def query_servers(addresses, num_envs, local=None, credentials=None):
         while not done.is_set() and (answer is None or isinstance(answer, OSError)):
             try:
                 answer = libtorchbeast.query_server(
-                    address, num_envs, ANSWER_TIMEOUT, CONNECT_TIMEOUT, **(credentials or {})
-                )
+                    address, num_envs, ANSWER_TIMEOUT, CONNECT_TIMEOUT, check=check_handshake,
+                    **(credentials or {}),
+                )  # fmt: skip
+            except EnvError as error:
+                answer = ConnectionRefusedError(f"the environment server at {address} has {error}")
             except BaseException as error:
                 answer = error
             answers.put((address, answer))
@@ -262,6 +261,21 @@ def query_servers(addresses, num_envs, local=None, credentials=None):
     if not handshakes:
         raise EnvError(f"no environment server can be used: {latest[addresses[0]]}")
     return max(handshakes, key=handshakes.count)  # the first of the most frequent
+
+
+def check_handshake(handshake):
+    """Return row_ranges of a server's environments; raise EnvError where it cannot be used."""
+    num_envs, env, text = (handshake[key] for key in ("num_envs", "env", "spaces"))
+    if num_envs > libtorchbeast.MAX_ENVS:
+        raise EnvError(f"{num_envs:,} environments a stream, but {libtorchbeast.MAX_ENVS} is most")
+    if not env.isprintable() or len(env) > MAX_NAME:
+        raise EnvError(f"an environment whose name cannot be used: {env[:MAX_NAME]!r}")
+    if not text:
+        raise EnvError(
+            "no spaces, from which the net is made (servers of forks name no spaces): serve the "
+            "environment by create_env of polybeast_env.py"
+        )
+    return row_ranges(*spaces_from_json(text)[:2])
 
 
 def _collect(answers, addresses, local):

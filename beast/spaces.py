@@ -2,11 +2,15 @@
 """Observation and action spaces: as arrays, as what a net needs to know, and as JSON."""
 
 import json
+import math
 
 import gymnasium as gym
 import numpy as np
 
 from beast.errors import EnvError
+
+# Of spaces that another machine names: bytes of an observation, as of a message, and actions.
+MAX_BYTES, MAX_ACTIONS = 2**28, 2**20
 
 
 def _check_package(space, name):
@@ -135,12 +139,65 @@ def spaces_to_json(observation_space, action_space, frame_skip):
 
 
 def spaces_from_json(text):
-    """Return observation space, action space and frame skip."""
-    spaces = json.loads(text)
-    observation_space, action_space = (
-        space_from_dict(spaces[key]) for key in ("observation", "action")
-    )
-    return observation_space, action_space, spaces.get("frame_skip", 1)
+    """Return observation space, action space and frame skip.
+
+    Raises:
+      EnvError: the text, which may come from anywhere, names none that can be used.
+    """
+    try:
+        spaces = json.loads(text)
+        for key, limit in (("observation", MAX_BYTES), ("action", MAX_ACTIONS)):
+            if not _size(spaces[key]) <= limit:
+                raise ValueError(f"the {key} space is too large")
+        observation_space, action_space = (
+            space_from_dict(spaces[key]) for key in ("observation", "action")
+        )
+        frame_skip = spaces.get("frame_skip", 1)
+        if type(frame_skip) is not int or not 1 <= frame_skip <= MAX_ACTIONS:
+            raise ValueError("the frame skip is no positive number")
+        row_ranges(observation_space, action_space)
+    except Exception as error:  # gymnasium and NumPy raise all kinds
+        problem = str(error) or type(error).__name__
+        raise EnvError(f"spaces that cannot be used ({problem:.300}): {text[:200]!r}") from error
+    return observation_space, action_space, frame_skip
+
+
+def _size(d):
+    """Return of how many bytes a space, a dict for JSON, is; one-hot codes have one a number."""
+    if d["type"] in ("Dict", "Tuple"):
+        spaces = d["spaces"]
+        return sum(_size(s[1] if d["type"] == "Dict" else s) for s in spaces)
+    if d["type"] == "MultiDiscrete":
+        return sum(np.ravel(d["nvec"]).tolist())
+    size = d["shape"] if d["type"] == "Box" else d["n"]
+    size = math.prod(size) if isinstance(size, list) else size
+    return size * np.dtype(d.get("dtype", bool)).itemsize
+
+
+def row_ranges(observation_space, action_space):
+    """Return, for ActorPool, what a row of such environments may hold.
+
+    A dict of frame and last_action, each a nest of arrays: [2, ...] of the least and the largest
+    integers, [0, ...] where there is no limit. Bounds of a Box are none: environments that exceed
+    them a little are common.
+    """
+    count_actions(action_space)
+    return {"frame": _ranges(observation_space), "last_action": empty_actions(action_space, 0)}
+
+
+def _ranges(space):
+    if isinstance(space, gym.spaces.Dict):
+        return {key: _ranges(s) for key, s in space.spaces.items()}
+    if isinstance(space, gym.spaces.Tuple):
+        return tuple(_ranges(s) for s in space.spaces)
+    if isinstance(space, gym.spaces.Discrete):
+        start = int(space.start)
+        return np.array([start, start + int(space.n) - 1], space.dtype)
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return np.stack([space.start, space.start + (space.nvec - 1)]).astype(space.dtype)
+    if isinstance(space, gym.spaces.MultiBinary):
+        return np.stack([np.zeros(space.shape, space.dtype), np.ones(space.shape, space.dtype)])
+    return empty_observation(space, 0)
 
 
 def space_to_dict(space):

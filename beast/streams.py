@@ -10,6 +10,7 @@ from beast.cuda import DeviceCopies
 from beast.learner import Batch
 from beast.learner_group import SEEDS_A_RANK
 from beast.servers import ANSWER_TIMEOUT, CONNECT_TIMEOUT
+from beast.spaces import row_ranges, spaces_from_json
 from libtorchbeast.access import Throttle
 
 CHECK_INTERVAL = 5  # seconds between two looks at the servers
@@ -67,6 +68,7 @@ class Streams:
             ],
             reconnect=True,
             spaces=servers.spaces,
+            ranges=row_ranges(*spaces_from_json(servers.spaces)[:2]) if servers.spaces else None,
             env=servers.env,
             connect_timeout_s=CONNECT_TIMEOUT,
             step_timeout_s=ANSWER_TIMEOUT,

@@ -186,7 +186,7 @@ void ActorPool::run_stream(size_t index, Seconds* pause) {
     if (options_.dict_outputs) actor = static_cast<int32_t>(index);
     Rollout rollout = [&] {
       try {
-        return Rollout(unroll_length_, options_.dict_outputs, *step, pool_, actor);
+        return Rollout(unroll_length_, options_.dict_outputs, *step, pool_, actor, options_.ranges);
       } catch (const std::bad_alloc&) {
         throw WireError("rows of which a rollout does not fit into memory");
       }
@@ -214,7 +214,7 @@ void ActorPool::run_stream(size_t index, Seconds* pause) {
           stream->write(action_of(agent_outputs), Seconds(options_.step_timeout_s));
           return stream->read();
         }();
-        rollout.set_env_outputs(t, next);
+        rollout.set_env_outputs(t, next, &action_of(agent_outputs));
         count_ += num_envs;
       }
       if (++num_rollouts == kEnoughRollouts) *pause = kFirstPause;

@@ -43,6 +43,7 @@ class ActorPool {
     bool reconnect = false;
     std::optional<std::string> spaces;  // what every handshake must say
     std::string env;                    // likewise, but some may not say it
+    Rollout::Ranges ranges;             // what rows may hold
     double connect_timeout_s = 60;
     double step_timeout_s = 300;
     Credentials credentials;

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "errors.h"
@@ -107,6 +109,16 @@ std::string describe_difference(const std::string& spaces, const std::string& ex
   std::string text;
   for (const std::string& difference : differences) text += (text.empty() ? "" : "; ") + difference;
   return text;
+}
+
+void check_first_row(const std::string& address, const rpcenv::Step& first,
+                     Rollout::Ranges ranges) {
+  try {
+    Rollout(1, true, first, std::make_shared<MemoryPool>(), std::nullopt, std::move(ranges));
+  } catch (const WireError& error) {
+    throw RefusedError("refused: the environment server at " + address +
+                       " sends a first row that cannot be used: " + error.what());
+  }
 }
 
 void Agreement::check_handshake(const std::string& address, const rpcenv::Handshake& handshake) {

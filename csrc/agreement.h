@@ -9,6 +9,7 @@
 #include "array.h"
 #include "mutex.h"
 #include "nest.h"
+#include "rollout.h"
 #include "rpcenv.pb.h"
 
 namespace torchbeast {
@@ -35,6 +36,9 @@ class Agreement {
   Terms terms_ TB_GUARDED_BY(mutex_);
   std::optional<Nest<std::string>> row_ TB_GUARDED_BY(mutex_);  // descriptions
 };
+
+// Throws RefusedError where a stream's first message holds no row, or not one within `ranges`.
+void check_first_row(const std::string& address, const rpcenv::Step& first, Rollout::Ranges ranges);
 
 // How two spaces differ, both JSON as in the handshake: "observation.shape[0] is 4, expected 1".
 std::string describe_difference(const std::string& spaces, const std::string& expected);

@@ -106,6 +106,36 @@ std::string ArrayView::description() const {
   return text + "]";
 }
 
+bool ArrayView::is_integer() const { return dtype <= DType::kInt64; }
+
+int64_t ArrayView::integer_at(size_t index) const {
+  const auto read = [&](auto value) {
+    std::memcpy(&value, data + index * sizeof(value), sizeof(value));  // which need not be aligned
+    return static_cast<int64_t>(value);
+  };
+  switch (dtype) {
+    case DType::kBool:
+    case DType::kUInt8:
+      return read(uint8_t{});
+    case DType::kUInt16:
+      return read(uint16_t{});
+    case DType::kUInt32:
+      return read(uint32_t{});
+    case DType::kUInt64:
+      return read(uint64_t{});
+    case DType::kInt8:
+      return read(int8_t{});
+    case DType::kInt16:
+      return read(int16_t{});
+    case DType::kInt32:
+      return read(int32_t{});
+    case DType::kInt64:
+      return read(int64_t{});
+    default:
+      throw std::logic_error("no integer dtype");
+  }
+}
+
 size_t Array::num_bytes() const { return count_elements(shape) * size_of(dtype); }
 
 Array Array::row(int64_t index) const {

@@ -65,6 +65,10 @@ struct ArrayView {
 
   size_t num_bytes() const;
   std::string description() const;  // as in float32[3, 4]
+
+  bool is_integer() const;  // or bool
+  // Element `index` in C order, of such an array.
+  int64_t integer_at(size_t index) const;
 };
 
 // C order. A copy shares the memory.

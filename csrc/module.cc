@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "actor_pool.h"
+#include "agreement.h"
 #include "batching_queue.h"
 #include "dynamic_batcher.h"
 #include "env_stream.h"
@@ -135,6 +136,7 @@ ActorPool::Options read_options(const py::dict& keywords) {
     }
   };
   ActorPool::Options options;
+  py::dict ranges;
   Tls tls;
   std::optional<std::string> auth_token;
   read("dict_outputs", &options.dict_outputs);
@@ -145,6 +147,7 @@ ActorPool::Options read_options(const py::dict& keywords) {
   read("reconnect", &options.reconnect);
   read("spaces", &options.spaces);
   read("env", &options.env);
+  read("ranges", &ranges);
   read("connect_timeout_s", &options.connect_timeout_s);
   read("step_timeout_s", &options.step_timeout_s);
   read("tls", &tls);
@@ -154,6 +157,7 @@ ActorPool::Options read_options(const py::dict& keywords) {
         py::str("ActorPool got an unknown keyword among {}").format(py::list(keywords)));
   }
   options.credentials = make_credentials(tls, std::move(auth_token));
+  options.ranges = from_python(ranges).dict();
   return options;
 }
 
@@ -168,19 +172,16 @@ std::shared_ptr<ActorPool> make_actor_pool(int64_t unroll_length,
                                      from_python(initial_agent_state), read_options(keywords));
 }
 
-// Of what peers say, which may be any bytes.
-py::str to_text(const std::string& bytes) {
-  PyObject* text =
-      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace");
-  if (text == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::str>(text);
+// Of what peers say, which may be any bytes, to be logged.
+py::object to_text(const std::string& bytes) {
+  return py::module_::import("libtorchbeast.access").attr("printable")(py::bytes(bytes));
 }
 
 void set_text_error(PyObject* type, const std::exception& error) {
   PyErr_SetObject(type, to_text(error.what()).ptr());
 }
 
-py::str next_event(ActorPool& pool) {
+py::object next_event(ActorPool& pool) {
   std::optional<std::string> event;
   {
     NoGil no_gil;
@@ -192,8 +193,8 @@ py::str next_event(ActorPool& pool) {
 
 py::dict query_server(const std::string& address, std::optional<int64_t> num_envs, double timeout_s,
                       std::optional<double> connect_timeout_s, const Tls& tls,
-                      std::optional<std::string> auth_token) {
-  rpcenv::Handshake handshake;
+                      std::optional<std::string> auth_token, const py::object& check) {
+  rpcenv::Step first;
   {
     NoGil no_gil;
     EnvStream stream(address, StreamOptions{num_envs, "", false, false},
@@ -201,14 +202,20 @@ py::dict query_server(const std::string& address, std::optional<int64_t> num_env
     const std::chrono::duration<double> timeout(timeout_s);
     stream.limit(timeout);
     const std::chrono::duration<double> connect_timeout(connect_timeout_s.value_or(timeout_s));
-    handshake = stream.open(connect_timeout, timeout).handshake();
+    first = stream.open(connect_timeout, timeout);
   }
+  const rpcenv::Handshake& handshake = first.handshake();
   py::dict result;
   result["protocol_version"] = handshake.protocol_version();
   result["num_envs"] = handshake.num_envs();
   result["spaces"] = handshake.spaces();
   result["stack_size"] = handshake.stack_size();
   result["env"] = handshake.env();
+  if (!check.is_none()) {
+    Rollout::Ranges ranges = from_python(check(result)).dict();
+    NoGil no_gil;
+    check_first_row(address, first, std::move(ranges));
+  }
   return result;
 }
 
@@ -291,6 +298,9 @@ PYBIND11_MODULE(_C, m) {
       "reconnect=False: a server that is lost ends only its rollout.\n"
       "spaces: what the handshakes must have; else as the first server has them.\n"
       "env: the same of the environment's name, but servers that name none are accepted.\n"
+      "ranges: what rows may hold: a dict by their keys, such as frame; for each array [N, ...] "
+      "one "
+      "[2, ...] of the least and the largest integers, or [0, ...] where there is no limit.\n"
       "connect_timeout_s=60, step_timeout_s=300: how long servers may take.\n"
       "tls: PEM texts of the authority that signed the servers' certificates, of our certificate "
       "and of its key.\n"
@@ -327,10 +337,13 @@ PYBIND11_MODULE(_C, m) {
   m.def("query_server", &query_server, py::arg("address"), py::arg("num_envs") = py::none(),
         py::arg("timeout_s") = 60.0, py::arg("connect_timeout_s") = py::none(), py::kw_only(),
         py::arg("tls") = py::none(), py::arg("auth_token") = py::none(),
+        py::arg("check") = py::none(),
         "What the server at this address says of itself: a dict of protocol_version, num_envs, "
         "spaces, stack_size, env (empty where it has no name). tls, auth_token: as ActorPool's. "
+        "check: called with that dict; returns ranges, as ActorPool's, for the first row. "
         "Raises TimeoutError; "
-        "ConnectionError, of which ConnectionRefusedError (another protocol version or token) and "
+        "ConnectionError, of which ConnectionRefusedError (another protocol version or token, or "
+        "such a row) and "
         "ConnectionAbortedError (its environments fail) will come again.");
 }
 

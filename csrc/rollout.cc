@@ -28,15 +28,32 @@ bool fits(const ArrayView& row, const Array& buffer, size_t leading) {
                     buffer.shape.begin() + 1, buffer.shape.end());
 }
 
+// Throws WireError where the arrays of a row, [N, ...], are not as the ranges say.
+void check_space(const std::string& key, const Nest<ArrayView>& nest, const Nest<Array>& ranges) {
+  if (!nest.same_structure(ranges))
+    throw WireError("the structure of " + key + " is not its space's");
+  const std::vector<ArrayView> arrays = nest.flatten();
+  size_t i = 0;
+  ranges.for_each([&](const Array& range) {
+    const ArrayView& array = arrays[i++];
+    if (fits(array, range, 1)) return;
+    Array expected = range;
+    expected.shape[0] = array.shape.empty() ? 1 : array.shape[0];
+    throw WireError(key + " is " + array.description() + ", but by its space " +
+                    expected.description());
+  });
+}
+
 }  // namespace
 
 Rollout::Rollout(int64_t unroll_length, bool dict_outputs, const rpcenv::Step& first,
-                 std::shared_ptr<MemoryPool> pool, std::optional<int32_t> actor)
+                 std::shared_ptr<MemoryPool> pool, std::optional<int32_t> actor, Ranges ranges)
     : unroll_length_(unroll_length),
       dict_outputs_(dict_outputs),
       num_envs_(first.handshake().num_envs()),
       stack_size_(first.handshake().stack_size()),
-      pool_(std::move(pool)) {
+      pool_(std::move(pool)),
+      ranges_(std::move(ranges)) {
   if (actor) {
     actor_ = make_array(DType::kInt32, {num_envs_}, *pool_);
     std::fill_n(reinterpret_cast<int32_t*>(actor_->data.get()), num_envs_, *actor);
@@ -45,6 +62,7 @@ Rollout::Rollout(int64_t unroll_length, bool dict_outputs, const rpcenv::Step& f
   if (stack_size_ > 0) {
     row.at("frame").leaf().shape = stacked_shape(first, num_envs_, stack_size_);
   }
+  for (const auto& [key, nest] : ranges_) check_space(key, row.at(key), nest);
   for (const auto& [key, nest] : row) {
     rows_.emplace(key, nest.map([&](const ArrayView& array) {
       Shape shape = array.shape;
@@ -71,7 +89,7 @@ Nest<Array> Rollout::env_outputs(int64_t t) const {
   return arrange(rows_).map([&](const Array& buffer) { return buffer.row(t); });
 }
 
-void Rollout::set_env_outputs(int64_t t, const rpcenv::Step& step) {
+void Rollout::set_env_outputs(int64_t t, const rpcenv::Step& step, const Nest<Array>* sent) {
   const Nest<ArrayView>::Dict row = decode(step);
   for (const auto& item : rows_) {
     const std::string& key = item.first;
@@ -97,6 +115,61 @@ void Rollout::set_env_outputs(int64_t t, const rpcenv::Step& step) {
       }
       copy_row(array, buffer, t);
     });
+  }
+  check_ranges(t);
+  if (dict_outputs_) check_last_action(t, sent);
+}
+
+void Rollout::check_ranges(int64_t t) const {
+  for (const auto& [key, nest] : ranges_) {
+    const std::vector<Array> ranges = nest.flatten();
+    size_t leaf = 0;
+    rows_.at(key).for_each([&, &name = key](const Array& buffer) {
+      const ArrayView range = ranges[leaf++].view();
+      if (range.shape[0] == 0) return;
+      const size_t count = range.num_bytes() / size_of(range.dtype) / 2;  // of one environment
+      const Array row = buffer.row(t);
+      for (size_t i = 0; i < count * static_cast<size_t>(num_envs_); ++i) {
+        const int64_t value = row.view().integer_at(i);
+        const int64_t least = range.integer_at(i % count);
+        const int64_t largest = range.integer_at(count + i % count);
+        if (least <= value && value <= largest) continue;
+        throw WireError(name + " has the number " + std::to_string(value) + ", but by its space " +
+                        std::to_string(least) + " to " + std::to_string(largest));
+      }
+    });
+  }
+}
+
+void Rollout::check_last_action(int64_t t, const Nest<Array>* sent) const {
+  const Array& buffer = rows_.at("last_action").leaf();
+  const Array row = buffer.row(t);
+  if (t == 0) {
+    const std::string data(reinterpret_cast<const char*>(row.data.get()), row.num_bytes());
+    if (data.find_first_not_of('\0') == std::string::npos) return;
+    throw WireError("last_action is not 0 in the very first row");
+  }
+  if (sent == nullptr || !sent->is_leaf() || sent->leaf().shape != row.shape) return;
+  const ArrayView ours = sent->leaf().view();
+  const ArrayView theirs = row.view();
+  const Array before = buffer.row(t - 1);
+  const Array truncated = rows_.at("truncated").leaf().row(t - 1);
+  const Array terminated = rows_.at("terminated").leaf().row(t - 1);
+  const bool integers = ours.is_integer() && theirs.is_integer();
+  if (!integers && ours.dtype != theirs.dtype) return;
+  const size_t item = size_of(theirs.dtype);
+  const size_t count = theirs.num_bytes() / item / static_cast<size_t>(num_envs_);
+  for (size_t i = 0; i < count * static_cast<size_t>(num_envs_); ++i) {
+    // What was sent after the last row of an episode was given to no environment.
+    const bool is_ignored =
+        (truncated.data.get()[i / count] | terminated.data.get()[i / count]) != std::byte{0};
+    const ArrayView expected = is_ignored ? before.view() : ours;
+    if (integers ? expected.integer_at(i) == theirs.integer_at(i)
+                 : std::memcmp(expected.data + i * item, theirs.data + i * item, item) == 0) {
+      continue;
+    }
+    throw WireError("last_action of environment " + std::to_string(i / count) +
+                    " is not the action that was sent");
   }
 }
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -23,12 +23,27 @@ void check_bools(const std::string& data, const std::string& what) {
   }
 }
 
-void check_finite(const ArrayView& array, const std::string& what) {
-  for (size_t i = 0; i < array.num_bytes(); i += sizeof(float)) {
-    float value;
-    std::memcpy(&value, array.data + i, sizeof(float));  // which need not be aligned
-    if (!std::isfinite(value)) throw WireError(what + " is not finite");
+// Whether a float is larger than `largest`, whose bits these are, or an infinity or a NaN.
+template <class Bits>
+bool any_exceeds(const ArrayView& array, Bits largest) {
+  constexpr auto kMagnitude = static_cast<Bits>(~Bits{0} >> 1);
+  bool exceeds = false;  // without a branch, so that the compiler can take several at once
+  for (size_t i = 0; i < array.num_bytes(); i += sizeof(Bits)) {
+    Bits bits;
+    std::memcpy(&bits, array.data + i, sizeof(Bits));  // which need not be aligned
+    exceeds |= (bits & kMagnitude) > largest;
   }
+  return exceeds;
+}
+
+// Of float64, too, nets make float32.
+void check_finite(const ArrayView& array, const std::string& what) {
+  const bool exceeds = array.dtype == DType::kFloat16   ? any_exceeds<uint16_t>(array, 0x7bff)
+                       : array.dtype == DType::kFloat32 ? any_exceeds<uint32_t>(array, 0x7f7fffff)
+                       : array.dtype == DType::kFloat64
+                           ? any_exceeds<uint64_t>(array, 0x47efffffe0000000)
+                           : false;
+  if (exceeds) throw WireError(what + " has numbers that are not finite (as float32)");
 }
 
 // `num_items` counts those of the whole nest.
@@ -113,6 +128,7 @@ ArrayView decode(const rpcenv::Array& message) {
                     std::to_string(array.num_bytes()));
   }
   if (dtype == DType::kBool) check_bools(message.data(), "an array");
+  check_finite(array, "an array");
   return array;
 }
 
@@ -164,9 +180,12 @@ Nest<ArrayView>::Dict decode_row(const rpcenv::Step& step, int64_t num_envs) {
                       std::to_string(array.num_bytes()));
     }
     if (field.dtype == DType::kBool) check_bools(data, field.key);
+    check_finite(array, field.key);
+    for (int64_t i = 0; field.dtype == DType::kInt32 && i < num_envs; ++i) {
+      if (array.integer_at(i) < 0) throw WireError(std::string(field.key) + " is negative");
+    }
     row.emplace(field.key, std::move(array));
   }
-  check_finite(row.at("reward").leaf(), "reward");
   if (!step.has_observation()) throw WireError("a row has no observation");
   Nest<ArrayView> frame = decode(step.observation());
   frame.for_each([&](const ArrayView& array) {

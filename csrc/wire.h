@@ -23,7 +23,8 @@ constexpr int kMaxNestItems =
 // The arrays of a message, on its memory: for as long as it lives unchanged.
 //
 // Throws WireError where the length of the data is not that of dtype and shape, for a negative
-// size, an unknown dtype, and a bool that is neither 0 nor 1.
+// size, an unknown dtype, a bool that is neither 0 nor 1, and a float that is not finite as
+// float32.
 ArrayView decode(const rpcenv::Array& message);
 Nest<ArrayView> decode(
     const rpcenv::Nest& message);  // also for nests that are too deep or too large
@@ -35,8 +36,8 @@ void encode(const Nest<ArrayView>& nest, rpcenv::Nest* message);
 // and the fixed keys, of which last_action alone may be of any dtype and dimensions. With frames
 // stacked on the other side, `frame` holds the newest alone.
 //
-// Throws WireError also where an array has not N entries, where N is not positive, and where a
-// reward is not finite.
+// Throws WireError also where an array has not N entries, where N is not positive, and for a
+// negative number of steps.
 Nest<ArrayView>::Dict decode_row(const rpcenv::Step& step, int64_t num_envs);
 
 // Shape of whole stacks [N, K * C, ...], from the first message of a stream.

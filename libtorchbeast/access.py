@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who may use a server: processes of its machine, and those with a certificate or a token."""
 
+import collections
 import hmac
 import ipaddress
 import logging
@@ -8,6 +9,20 @@ import re
 import time
 
 LOG_INTERVAL = 10  # seconds between two lines about strangers, who could fill the disk
+
+
+def printable(text):
+    """Return text of a peer (a str or UTF-8) as a log may show it.
+
+    What could move a terminal's cursor is escaped, and no line but the first begins like a log's.
+    """
+    text = text if isinstance(text, str) else text.decode(errors="replace")
+    lines = [
+        line if line.isprintable() else
+        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+        for line in text.split("\n")
+    ]  # fmt: skip
+    return "\n  | ".join(lines)
 
 
 def is_local(address):
@@ -95,6 +110,18 @@ class Throttle:
         return num_events
 
 
+class PeerLog:
+    """Logs what peers can cause: each kind of it at most once in LOG_INTERVAL."""
+
+    def __init__(self):
+        self._throttles = collections.defaultdict(Throttle)
+
+    def error(self, what, name, text):
+        if count := self._throttles[what].count():
+            more = f" ({count} streams since the last such line)" if count > 1 else ""
+            logging.error("%s: %s%s: %s", name, what, more, printable(text))
+
+
 class LogThrottle:
     """A filter of a logger: shortens its records and drops most of them."""
 
@@ -104,5 +131,6 @@ class LogThrottle:
     def __call__(self, record):
         count = self._throttle.count()
         text = f"{record.levelname} of gRPC, {count} of this kind: {record.getMessage():.200}"
+        text = printable(text)
         record.msg, record.args, record.exc_info, record.exc_text = text, (), None, None
         return bool(count)

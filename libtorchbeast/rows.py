@@ -9,7 +9,8 @@ A row is a dict of arrays with leading dimension N, one entry (a column) per env
     truncated       [N] bool         the true last observation of an episode cut by a time limit
     terminated      [N] bool         the last observation of an episode that ended for good; always
                                        false where environments reset in the same step
-    episode_return  [N] float32      of the episode so far; where done, of the one that just ended
+    episode_return  [N] float32      of the episode so far; where done, of the one that just ended;
+                                       the largest float32 where it would be larger
     episode_step    [N] int32        likewise, in agent steps
     game_done       [N] bool         a new game begins here; differs from done where a lost life
     game_return     [N] float32        ends an episode but not the game
@@ -85,9 +86,9 @@ class Rows:
         Returns:
           Whether the next episode begins in this row: then its frame is the first one of that.
         """
-        self._episode_return[i] += reward
+        self._episode_return[i] = _clamp(self._episode_return[i] + reward)
         self._episode_step[i] += 1
-        self._game_return[i] += reward
+        self._game_return[i] = _clamp(self._game_return[i] + reward)
         self._game_step[i] += 1
         self.row["reward"][i] = reward
         return self._write(i, terminated, truncated, game_over)
@@ -140,6 +141,10 @@ class Rows:
         self._episode_return[i], self._episode_step[i] = 0.0, 0
         if self._game_over[i]:
             self._game_return[i], self._game_step[i] = 0.0, 0
+
+
+def _clamp(total):
+    return max(-MAX_REWARD, min(MAX_REWARD, total))
 
 
 def read_step(reward, terminated, truncated, info):

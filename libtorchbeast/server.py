@@ -112,6 +112,7 @@ class Server:
         )
         self._condition = threading.Condition()  # guards what follows
         self._token_check = access.TokenCheck(auth_token)
+        self._log = access.PeerLog()
         self._thread = None  # the one that runs us
         self._busy_since = [0.0] * MAX_STREAMS if busy_since is None else busy_since
         self._free_slots = list(range(MAX_STREAMS))  # entries of busy_since
@@ -198,7 +199,7 @@ class Server:
                 decoder = wire.ActionDecoder(environments.num_envs, likeness)
             except BaseException:  # SystemExit, too, would leave the client waiting
                 self._busy_since[slot] = 0.0  # the client may be slow to read
-                yield _failure(name)
+                yield _failure(name, self._log)
                 return
             self._busy_since[slot] = 0.0
             yield step
@@ -206,7 +207,7 @@ class Server:
                 try:
                     actions = decoder.decode(request)
                 except wire.Refusal as error:
-                    logging.warning("%s: the learner refused these environments: %s", name, error)
+                    self._log.error("the learner refused these environments", name, str(error))
                     return
                 except ValueError as error:
                     context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
@@ -215,7 +216,7 @@ class Server:
                     step = encoder.encode(environments.step(actions))
                 except BaseException:
                     self._busy_since[slot] = 0.0
-                    yield _failure(name)
+                    yield _failure(name, self._log)
                     return
                 self._busy_since[slot] = 0.0
                 yield step
@@ -225,7 +226,7 @@ class Server:
                     self._busy_since[slot] = time.monotonic()  # closing may hang, too
                     environments.close()
             except BaseException:
-                logging.exception("%s: cannot close the environments", name)
+                self._log.error("cannot close the environments", name, traceback.format_exc())
             with self._condition:
                 self._busy_since[slot] = 0.0
                 self._free_slots.append(slot)
@@ -344,8 +345,8 @@ def _tcp_problem(host, port):
     return problem
 
 
-def _failure(name):
+def _failure(name, log):
     """Log the exception that is being handled; return a serialized Step that reports it."""
-    logging.exception("%s: the environments failed; the stream ends", name)
     text = traceback.format_exc().encode(errors="replace").decode()
+    log.error("the environments failed, and the stream ends", name, text)
     return rpcenv_pb2.Step(error=text).SerializeToString()

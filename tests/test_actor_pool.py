@@ -635,6 +635,17 @@ def test_a_server_that_disagrees_is_refused_by_name(start, odd, message, reconne
         assert refused.address in str(caught.value)
 
 
+def obey_all(**fields):
+    """Return what to `speak` for a server all of whose rows are these."""
+
+    def speak(requests, context):
+        yield make_first(**fields)
+        for _ in requests:
+            yield make_step(**fields)
+
+    return speak
+
+
 # csrc/tests/wire_test.cc and rollout_test.cc have all that can be wrong with a row.
 CONVERSATIONS = {
     "another shape": (make_first(), make_step(observation=from_nest(np.zeros((2, 4), np.uint8)))),
@@ -652,6 +663,56 @@ def test_a_message_that_should_not_be_is_a_clear_connection_error(start, name):
     with pytest.raises(ConnectionError, match=re.escape(server.address)) as caught:
         rig.running.result()
     assert len(str(caught.value)) > len(server.address) + 20  # it says what
+
+
+RANGES = {"frame": np.array([[0] * 3, [4] * 3]), "last_action": np.empty(0, np.int64)}
+
+
+def frame(*numbers):
+    return from_nest(np.full((2, 3), numbers))
+
+
+LIES = {
+    "another frame": (
+        {"observation": frame(*[0.5] * 3)},
+        "frame is float64.2, 3., but by its space",
+    ),
+    "a number outside its space": ({"observation": frame(0, 5, 0)}, "the number 5, .* 0 to 4"),
+    "an action of nobody": ({"last_action": np.array([0, 99]).tobytes()}, "last_action"),
+    "no return": ({"game_return": np.array([0, np.nan], "f").tobytes()}, "game_return has"),
+    "a negative count": ({"game_step": np.array([0, -1], "i").tobytes()}, "game_step is negative"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_lying_server_costs_its_stream_alone_and_is_named(start, lie, first):
+    fields, message = LIES[lie]
+    truth = {"observation": frame(0, 4, 0)}
+    opening = make_first(**(truth | fields if first else truth))
+    liar = start(FakeServer(say(opening, make_step(**(truth | fields)))))
+    good = start(FakeServer(obey_all(**truth)))
+    options = {"dict_outputs": True, "reconnect": True, "ranges": RANGES, "columns": 2}
+    rig = start(Rig([liar.address, good.address], act_zero, (), **options))
+    (event, *_) = rig.wait_for_event(f"{liar.address} sent what cannot be read: .*{message}")
+    assert good.address not in event
+    assert rig.take()[0][0]["frame"].shape == (T + 1, 2, 3)
+    if not first:
+        return
+    ranges = dict(RANGES)
+    with pytest.raises(ConnectionRefusedError, match=f"{liar.address} sends a first .*{message}"):
+        query_server(liar.address, check=lambda handshake: ranges)
+    assert query_server(good.address, check=lambda handshake: ranges)["num_envs"] == 2
+
+
+def test_what_a_server_says_cannot_forge_lines_or_move_the_cursor(start):
+    error = "\x1b[2J\x9b1A\r\u2028\u202e\n[INFO] Saved é"
+    server = start(FakeServer(say(make_first(), rpcenv_pb2.Step(error=error))))
+    rig = start(Rig([server.address], act_zero, ()))
+    with pytest.raises(ConnectionError) as caught:
+        rig.running.result()
+    escaped = r"\x1b[2J\x9b1A\r\u2028\u202e" + "\n  | [INFO] Saved é"
+    assert str(caught.value).endswith(f"says: {escaped}")
 
 
 def test_of_an_environments_error_the_end_is_shown(start):

@@ -14,10 +14,11 @@ import catch_poly  # noqa: F401 - it makes the polybeast of this process play Ca
 import grpc
 import numpy as np
 import pytest
+from catch_env import Catch
 from counting import Counting, free_address
 from deadline import DEADLINE, Thread, wait_until
 from program import HELPERS, ROOT, Program, last_step
-from stream import Stream, serving
+from stream import Stream, make_many, serving
 from test_actor_pool import Rig, act_zero
 from test_server import Counted, Old, leaf, refusal
 
@@ -106,7 +107,7 @@ def test_a_learner_that_no_server_takes_ends_and_one_good_server_is_enough(folde
     access = {"auth_token": TOKEN}
     with (
         serving(Old, ANY_PORT, auth_token="another") as strange,
-        serving(Old, ANY_PORT, auth_token=TOKEN) as good,
+        serving(None, ANY_PORT, make_environments=make_many(Catch), auth_token=TOKEN) as good,
     ):
         assert servers.query_servers([strange, good], None, credentials=access)["num_envs"] == 1
         assert re.search(message.format(strange), caplog.text)

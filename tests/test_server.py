@@ -237,11 +237,11 @@ def test_seeds_are_given_where_they_are_accepted():
 
 
 def test_a_refused_server_logs_why(caplog):
-    with serving(None, ANY_PORT, make_environments=make_many(Catch), env="Catch") as address:
-        for kwargs, message in (
-            ({"env": "Pong"}, "plays Catch, expected Pong"),
-            ({"spaces": json.dumps({"observation": {}})}, "has other spaces: .*observation"),
-        ):
+    for kwargs, message in (
+        ({"env": "Pong"}, "plays Catch, expected Pong"),
+        ({"spaces": json.dumps({"observation": {}})}, "has other spaces: .*observation"),
+    ):
+        with serving(None, ANY_PORT, make_environments=make_many(Catch), env="Catch") as address:
             queue, batcher = BatchingQueue(), DynamicBatcher()
             pool = ActorPool(1, queue, batcher, [address], (), **kwargs)
             with pytest.raises(ConnectionRefusedError, match=message):
@@ -326,6 +326,19 @@ def fail(message):
 def observing(observe, from_t=0):
     """Return what makes an environment whose observations are others from row `from_t` on."""
     return lambda: Old(observation=lambda t: observe() if t >= from_t else np.zeros(1, np.int32))
+
+
+def test_bad_actions_and_refusals_do_not_fill_the_log(caplog):
+    evil = "\x1b[2J\n[INFO] Saved"
+    refused = pb.Action(refusal=evil).SerializeToString()
+    with serving(None, ANY_PORT, make_environments=make_many(Catch)) as address:
+        for _ in range(20):
+            with Stream(address) as stream, pytest.raises(EnvironmentFailed, match="action is 99"):
+                stream.step(np.array([99]))
+            with Stream(address) as stream, pytest.raises(StopIteration):
+                stream.send(refused)
+    failed, refusal = caplog.messages
+    assert "action is 99" in failed and refusal.endswith(r": \x1b[2J" + "\n  | [INFO] Saved")
 
 
 BROKEN = {

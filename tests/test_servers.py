@@ -3,6 +3,7 @@
 
 import json
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ import polybeast
 import polybeast_env
 from beast import server_processes, servers
 from beast.errors import EnvError, FlagError
+from beast.spaces import spaces_to_json
 
 ANY_PORT = "127.0.0.1:0"
 
@@ -37,6 +39,29 @@ def fake_query(monkeypatch):
         )
 
     return replace
+
+
+SPACES = spaces_to_json(gym.spaces.Box(0, 1, (3,), np.uint8), gym.spaces.Discrete(3), 1)
+
+
+@pytest.mark.parametrize(
+    ("handshake", "message"),
+    [({"spaces": "no JSON"}, "has spaces that cannot be used"), ({"spaces": ""}, "has no spaces"),
+     ({"spaces": SPACES.replace("[3]", "[4]")}, "by its space uint8.1, 4."),
+     ({"spaces": SPACES, "env": "a\nb"}, "whose name cannot be used: 'a.nb'"),
+     ({"spaces": SPACES, "num_envs": 5000}, "5,000 environments a stream")],
+)  # fmt: skip
+def test_a_server_that_cannot_be_used_is_named_and_the_others_count(handshake, message, caplog):
+    bad, good = FakeServer(obey(**handshake)), FakeServer(obey(2, spaces=SPACES))
+    for addresses in ([bad.address, good.address], [good.address, bad.address]):
+        assert servers.query_servers(addresses, None)["spaces"] == SPACES
+        (text,) = {text for text in caplog.messages if "0 s so far" in text}
+        assert bad.address in text and re.search(message, text)
+        caplog.clear()
+    with pytest.raises(EnvError, match=f"(?s)no .* can be used: .*{bad.address}.*{message}"):
+        servers.query_servers([bad.address], None)
+    bad.stop()
+    good.stop()
 
 
 @pytest.mark.parametrize("order", ["odd one two", "one odd two", "one two odd"])

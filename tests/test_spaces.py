@@ -11,6 +11,7 @@ from beast.spaces import (
     EnvError,
     count_actions,
     empty_observation,
+    row_ranges,
     space_from_dict,
     space_to_dict,
     spaces_from_json,
@@ -55,6 +56,41 @@ def test_spaces_that_cannot_be_sent_are_refused_by_name():
         space_to_dict(gym.spaces.Dict(text=gym.spaces.Text(5)))
     with pytest.raises(EnvError, match="'Graph'"):
         space_from_dict({"type": "Graph"})
+
+
+BOX = {"type": "Box", "shape": [2], "dtype": "float32", "low": 0, "high": 1}
+TWO = {"type": "Discrete", "n": 2, "start": 0, "dtype": "int64"}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    ["no JSON", "[" * 10**5, "null", "{}", {"observation": {}}, {"action": {"type": "Graph"}},
+     {"observation": BOX | {"shape": [10**6, 10**6]}}, {"observation": BOX | {"shape": [10**30]}},
+     {"observation": BOX | {"shape": [-1, 2]}}, {"observation": BOX | {"dtype": "O"}},
+     {"observation": BOX | {"low": 2}}, {"observation": BOX | {"low": [0, 0, 0]}},
+     {"observation": {"type": "Tuple", "spaces": 9 * [BOX | {"shape": [2**23]}]}},
+     {"observation": TWO | {"n": 10**12}}, {"action": TWO | {"n": 0}}, {"action": TWO | {"n": 10**9}},
+     {"action": TWO | {"start": 2**63 - 1}, "observation": TWO | {"start": 2**63 - 1}},
+     {"action": {"type": "MultiDiscrete", "nvec": [9, 10**9], "start": [0, 0], "dtype": "int64"}},
+     {"action": {"type": "MultiBinary", "n": [10**6, 10**6]}}, {"frame_skip": "4"}],
+    ids=lambda odd: str(odd)[:60],
+)  # fmt: skip
+def test_spaces_that_cannot_be_are_one_line(odd):
+    text = odd if isinstance(odd, str) else json.dumps({"observation": BOX, "action": TWO} | odd)
+    with pytest.raises(EnvError, match=r"^spaces that cannot be used \(.+\): .+$"):
+        spaces_from_json(text)
+
+
+def test_ranges_are_those_of_integers():
+    nested = {"a": gym.spaces.Discrete(3, start=-1), "b": gym.spaces.Tuple([SPACES["frames"]])}
+    nested |= {"c": SPACES["multi-discrete"], "d": gym.spaces.MultiBinary(2)}
+    ranges = row_ranges(gym.spaces.Dict(nested), gym.spaces.Box(-1, 1, (5,)))
+    assert ranges["last_action"].shape == (0, 5) and ranges["last_action"].dtype == np.float32
+    frame = ranges["frame"]
+    assert frame["a"].tolist() == [-1, 1] and frame["d"].tolist() == [[0, 0], [1, 1]]
+    assert frame["b"][0].shape == (0, 4, 84, 84) and frame["b"][0].dtype == np.uint8
+    assert frame["c"].tolist() == [[[1, 0], [0, 1]], [[2, 2], [3, 5]]]
+    assert frame["c"].dtype == np.int8
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,22 @@ std::string random_bools(size_t size, Random& random) {
   return bools;
 }
 
+// Numbers of `item` bytes, in whose last one `mask` keeps some bits: floats that are finite where
+// it has not 0x40, integers that are not negative where it has not 0x80.
+std::string random_numbers(size_t size, size_t item, int mask, Random& random) {
+  std::string bytes = random_bytes(size, random);
+  for (size_t i = item - 1; i < size; i += item) bytes[i] = static_cast<char>(bytes[i] & mask);
+  return bytes;
+}
+
 // Data as the dtype and the shape of `array` want them.
 void fill(rpcenv::Array* array, Random& random) {
   const auto dtype = static_cast<DType>(array->dtype());
   const Shape shape(array->shape().begin(), array->shape().end());
   const size_t size = Array{dtype, shape, nullptr}.num_bytes();
-  array->set_data(dtype == DType::kBool ? random_bools(size, random) : random_bytes(size, random));
+  array->set_data(dtype == DType::kBool      ? random_bools(size, random)
+                  : dtype >= DType::kFloat16 ? random_numbers(size, size_of(dtype), 0xbf, random)
+                                             : random_bytes(size, random));
 }
 
 void fill(rpcenv::Nest* nest, Random& random) {
@@ -65,43 +75,32 @@ void choose_nest(int64_t num_envs, int depth, Random& random, rpcenv::Nest* nest
 
 void fill_fields(int64_t num_envs, Random& random, rpcenv::Step* step) {
   const auto n = static_cast<size_t>(num_envs);
-  std::string reward = random_bytes(4 * n, random);
-  for (size_t i = 3; i < 4 * n; i += 4) reward[i] &= ~'\x40';  // no exponent of an infinity or NaN
-  step->set_reward(reward);
+  step->set_reward(random_numbers(4 * n, 4, 0xbf, random));
   step->set_done(random_bools(n, random));
   step->set_truncated(random_bools(n, random));
   step->set_terminated(random_bools(n, random));
-  step->set_episode_return(random_bytes(4 * n, random));
-  step->set_episode_step(random_bytes(4 * n, random));
+  step->set_episode_return(random_numbers(4 * n, 4, 0xbf, random));
+  step->set_episode_step(random_numbers(4 * n, 4, 0x7f, random));
   step->set_game_done(random_bools(n, random));
-  step->set_game_return(random_bytes(4 * n, random));
-  step->set_game_step(random_bytes(4 * n, random));
-  step->set_last_action(random_bytes(8 * n, random));
+  step->set_game_return(random_numbers(4 * n, 4, 0xbf, random));
+  step->set_game_step(random_numbers(4 * n, 4, 0x7f, random));
+  step->set_last_action(step->has_handshake() ? std::string(8 * n, '\0')
+                                              : random_bytes(8 * n, random));
 }
 
 int64_t odd_number(Random& random) {
-  static constexpr int64_t kNumbers[] = {0,
-                                         1,
-                                         2,
-                                         3,
-                                         4,
-                                         5,
-                                         -1,
-                                         12,
-                                         31,
-                                         33,
-                                         255,
-                                         256,
-                                         1 << 20,
-                                         1 << 28,
-                                         (1 << 28) + 1,
-                                         int64_t{1} << 31,
-                                         int64_t{1} << 32,
-                                         int64_t{1} << 60,
-                                         std::numeric_limits<int32_t>::min(),
-                                         std::numeric_limits<int64_t>::max(),
-                                         std::numeric_limits<int64_t>::min()};
-  return kNumbers[random() % std::size(kNumbers)];
+  static constexpr int64_t kSmall[] = {0, 1, 2, 3, 4, 5, -1, 12, 31, 33, 255, 256};
+  if (one_in(2, random)) return kSmall[random() % std::size(kSmall)];
+  static constexpr int64_t kLarge[] = {1 << 20,
+                                       1 << 28,
+                                       (1 << 28) + 1,
+                                       int64_t{1} << 31,
+                                       int64_t{1} << 32,
+                                       int64_t{1} << 60,
+                                       std::numeric_limits<int32_t>::min(),
+                                       std::numeric_limits<int64_t>::max(),
+                                       std::numeric_limits<int64_t>::min()};
+  return kLarge[random() % std::size(kLarge)];
 }
 
 std::string spoiled(std::string text, Random& random) {
@@ -308,7 +307,9 @@ Stream good_stream(Random& random, int64_t num_envs) {
     fill(observation, random);
     fill_fields(num_envs, random, &step);
     if (step.has_last_action_array()) {
-      fill(step.mutable_last_action_array(), random);
+      rpcenv::Array* last_action = step.mutable_last_action_array();
+      fill(last_action, random);
+      if (is_first) last_action->set_data(std::string(last_action->data().size(), '\0'));
       step.clear_last_action();
     }
     step.clear_full();

@@ -159,6 +159,66 @@ TEST(a_row_unlike_the_first_is_refused) {
   rollout.set_env_outputs(1, step_of(1));
 }
 
+// The environments' last actions are `echoed`, after row `row` in which they were `sent`.
+bool is_taken(const Values& echoed, const Arrays& sent, const rpcenv::Step& row = step_of(0)) {
+  Rollout rollout(kUnrollLength, true, row, new_pool());
+  rpcenv::Step step = step_of(1);
+  step.set_last_action(echoed.data(), echoed.size() * sizeof(int64_t));
+  try {
+    rollout.set_env_outputs(1, step, &sent);
+  } catch (const WireError&) {
+    return false;
+  }
+  return true;
+}
+
+TEST(the_last_action_is_what_was_sent_or_the_one_before_an_end) {
+  const Arrays sent = int64_array({1, kNumEnvs}, {1, 2});
+  CHECK(is_taken({1, 2}, sent));
+  for (const Values& values : {Values{1, 1}, Values{2, 1}, Values{0, 0}, Values{1, -9}}) {
+    CHECK(!is_taken(values, sent));
+  }
+  for (const bool truncated : {false, true}) {
+    rpcenv::Step end = step_of(0);
+    (truncated ? end.mutable_truncated() : end.mutable_terminated())->back() = '\1';
+    CHECK(is_taken({1, 0}, sent, end));
+    CHECK(!is_taken({1, 2}, sent, end));
+  }
+  const int32_t numbers[kNumEnvs] = {-1, 2};
+  Array narrow = make_array(DType::kInt32, {1, kNumEnvs}, *new_pool());
+  std::memcpy(narrow.data.get(), numbers, sizeof(numbers));
+  CHECK(is_taken({-1, 2}, narrow) && !is_taken({-1, 3}, narrow));
+  CHECK(is_taken({7, 7}, Arrays::Tuple{sent}));  // with which it cannot be compared
+  CHECK(is_taken({7, 7}, int64_array({1, kNumEnvs, 1}, {1, 2})));
+}
+
+TEST(the_very_first_last_action_is_0) {
+  rpcenv::Step step = step_of(0);
+  step.set_last_action(twice<int64_t>(1));
+  CHECK_THROWS(WireError, Rollout(kUnrollLength, true, step, new_pool()));
+  Rollout(kUnrollLength, false, step, new_pool());  // where nobody sees it
+}
+
+TEST(rows_are_as_their_spaces_say) {
+  const auto with = [](const Arrays& frame) {
+    rpcenv::Step first = step_of(1);
+    first.set_last_action(twice<int64_t>(0));
+    Rollout rollout(kUnrollLength, true, first, new_pool(), 7,
+                    {{"frame", frame}, {"last_action", int64_array({0}, {})}});
+    rollout.set_env_outputs(1, step_of(2));
+  };
+  with(int64_array({0}, {}));
+  with(int64_array({2}, {1, 2}));
+  for (const Values& range : {Values{1, 1}, Values{2, 2}, Values{3, 9}}) {
+    CHECK_THROWS(WireError, (with(int64_array({2}, range)), 0));
+  }
+  const Array floats{DType::kFloat64, {0}, int64_array({1}, {0}).data};
+  for (const Arrays& frame : {Arrays(floats), Arrays(int64_array({0, 1}, {})), Arrays(),
+                              Arrays(Arrays::Dict{{"a", int64_array({0}, {})}})}) {
+    CHECK_THROWS(WireError, (with(frame), 0));
+  }
+}
+
 TEST(agent_outputs_have_one_row_and_a_column_an_environment) {
   for (const Shape& shape : {Shape{}, Shape{2}, Shape{2, 2}, Shape{1, 3}, Shape{1, 1}, Shape{1}}) {
     Rollout rollout(kUnrollLength, true, step_of(0), new_pool());

@@ -364,7 +364,7 @@ rpcenv::Step step_of(int64_t row) {
         step.mutable_game_return(), step.mutable_game_step()}) {
     *numbers = twice<int32_t>(0);
   }
-  step.set_last_action(twice(row));
+  step.set_last_action(twice<int64_t>(0));
   return step;
 }
 

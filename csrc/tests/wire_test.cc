@@ -234,14 +234,55 @@ TEST(a_row_with_anything_wrong_is_refused) {
   CHECK_THROWS(WireError, decode_row(valid_step(0), 0));
 }
 
-TEST(a_reward_that_is_not_finite_is_refused) {
-  for (const float value :
-       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
-        -std::numeric_limits<float>::infinity()}) {
-    rpcenv::Step step = valid_step(2);
-    step.set_reward(bytes(std::vector<float>{0, value}));
-    CHECK_THROWS(WireError, decode_row(step, 2));
+TEST(numbers_that_are_not_finite_or_negative_counts_are_refused_in_every_field) {
+  using Field = void (*)(rpcenv::Step*, const std::string&);
+  const Field floats[] = {
+      [](rpcenv::Step* step, const std::string& data) { step->set_reward(data); },
+      [](rpcenv::Step* step, const std::string& data) { step->set_episode_return(data); },
+      [](rpcenv::Step* step, const std::string& data) { step->set_game_return(data); },
+      [](rpcenv::Step* step, const std::string& data) {
+        *step->mutable_last_action_array() = message(rpcenv::FLOAT32, {2, 1}, data);
+      },
+      [](rpcenv::Step* step, const std::string& data) {
+        *step->mutable_observation()->mutable_array() = message(rpcenv::FLOAT32, {2}, data);
+      }};
+  const Field counts[] = {
+      [](rpcenv::Step* step, const std::string& data) { step->set_episode_step(data); },
+      [](rpcenv::Step* step, const std::string& data) { step->set_game_step(data); }};
+  rpcenv::Step step = valid_step(2);
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const Field set : floats) {
+    set(&step, bytes(std::vector<float>{-kLargest, kLargest}));
+    decode_row(step, 2);
+    for (const float value : {std::numeric_limits<float>::quiet_NaN(), kInfinity, -kInfinity}) {
+      rpcenv::Step spoiled = step;
+      set(&spoiled, bytes(std::vector<float>{0, value}));
+      CHECK_THROWS(WireError, decode_row(spoiled, 2));
+    }
   }
+  for (const Field set : counts) {
+    rpcenv::Step spoiled = step;
+    set(&spoiled, bytes(std::vector<int32_t>{0, -1}));
+    CHECK_THROWS(WireError, decode_row(spoiled, 2));
+  }
+}
+
+TEST(floats_of_every_size_are_finite_as_float32) {
+  const auto is_refused = [](rpcenv::DType dtype, auto bits) {
+    try {
+      decode(message(dtype, {2}, bytes(std::vector<decltype(bits)>{0, bits})));
+    } catch (const WireError&) {
+      return true;
+    }
+    return false;
+  };
+  for (const uint16_t bits : {0x7c00, 0xfc00, 0x7e00}) CHECK(is_refused(rpcenv::FLOAT16, bits));
+  for (const uint16_t bits : {0x7bff, 0xfbff, 0x8000}) CHECK(!is_refused(rpcenv::FLOAT16, bits));
+  for (const double value : {1e300, -1e39, std::numeric_limits<double>::quiet_NaN()}) {
+    CHECK(is_refused(rpcenv::FLOAT64, value));
+  }
+  for (const double value : {3.4e38, -3.4e38, 1e-300}) CHECK(!is_refused(rpcenv::FLOAT64, value));
 }
 
 // Frames [N, C, 2], K of them a stack.
