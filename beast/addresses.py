@@ -1,19 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses of environment servers: host:port or unix:/path."""
+"""Addresses of environment servers, host:port or unix:/path, and where sockets may be."""
 
 import contextlib
 import os
 import re
+import tempfile
+
+from beast.errors import FlagError
 
 FOLDER_PREFIX = "polybeast-"  # of the temporary folders that learners make for sockets
+MAX_PATH = 107  # bytes of a unix socket's path, by Linux
+MAX_NAME = 40  # of which so many are for names that we and multiprocessing make
+
+
+def socket_folder():
+    """Return where folders for sockets can be made: the temporary folder, or a shorter one.
+
+    Raises:
+      FlagError: there is none.
+    """
+    temporary = tempfile.gettempdir()
+    for folder in (temporary, "/tmp", "/var/tmp", "/dev/shm"):
+        if len(os.fsencode(folder)) <= MAX_PATH - MAX_NAME and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise FlagError(
+        f"TMPDIR ({temporary}) is too long for sockets, whose paths have at most {MAX_PATH} bytes, "
+        "and /tmp cannot be written to: set TMPDIR to a shorter path"
+    )
+
+
+def _check_path(address):
+    """Raise ValueError for a unix:/path that no socket can have."""
+    path = address.removeprefix("unix:").removeprefix("//")
+    if address.startswith("unix:") and len(os.fsencode(path)) > MAX_PATH:
+        raise ValueError(
+            f"the address {address} is too long: a socket's path has at most {MAX_PATH} bytes, but "
+            f"this has {len(os.fsencode(path))}"
+        )
 
 
 def consecutive_addresses(address, num_servers):
     """Return the addresses of so many servers, of which the first is given."""
     if re.fullmatch(r"unix:.+", address):
-        if num_servers == 1:
-            return [address]
-        return [f"{address}.{i}" for i in range(num_servers)]
+        addresses = [f"{address}.{i}" for i in range(num_servers)]
+        addresses = [address] if num_servers == 1 else addresses
+        _check_path(addresses[-1])
+        return addresses
     match = re.fullmatch(r"(\[.+\]|[^:\[\]]+):(\d{1,5})", address)
     if not match:
         raise ValueError(f"the address {address!r} should be host:port or unix:/path")
@@ -37,6 +69,7 @@ def expand_addresses(text):
                 f"--server_addresses has {part!r}; give host:port, host:first_port-last_port or "
                 "unix:/path, separated by commas"
             )
+        _check_path(match[1] or "")
         addresses += [match[1] or f"{match[2]}:{port}" for port in range(first, last + 1)]
     return addresses
 

@@ -13,6 +13,7 @@ import sys
 import torch
 
 from beast import checkpoint, credentials, elastic, evaluate, torchrun
+from beast.addresses import socket_folder
 from beast.checkpoint import BEST, NEWEST, run_path
 from beast.errors import EnvError, FlagError, format_cause
 from beast.machine import keep_freed_memory
@@ -145,6 +146,7 @@ def _fill_in(parser, argv, flags):
         flags.xpid = run_path(flags).resolve().name
     if flags.best and flags.mode == "train":
         raise FlagError("--best is for --mode test: training resumes the newest checkpoint")
+    socket_folder()  # refuses a TMPDIR with which nothing could start
     saved = checkpoint.load(flags, BEST if flags.best else NEWEST)
     if saved is not None:
         compare_code(run_path(flags))

@@ -14,8 +14,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import weakref
 
+from beast.addresses import socket_folder
 from beast.errors import EnvError
 from beast.processes import signals_blocked
 
@@ -29,12 +31,21 @@ def start_fork_server():
     modules += ["cv2"] if "cv2" in sys.modules else []  # a sample environment has imported it
     context.set_forkserver_preload(modules)
     # Before the server, since we may be killed at any moment after it has made its socket there.
-    _remove_after_death(multiprocessing.util.get_temp_dir())
+    _remove_after_death(_make_socket_folder())
     # It inherits that the signals are blocked, and so outlives a Ctrl-C or SIGTERM that reaches
     # the whole process group: only the main process decides what to do then.
     with signals_blocked():
         multiprocessing.forkserver.ensure_running()
     return context
+
+
+def _make_socket_folder():
+    """Return multiprocessing's folder for sockets of this process and its children, now made."""
+    before, tempfile.tempdir = tempfile.gettempdir(), socket_folder()
+    try:
+        return multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = before
 
 
 def start_process(process, name):

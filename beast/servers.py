@@ -18,7 +18,12 @@ import time
 
 import libtorchbeast
 from beast import credentials
-from beast.addresses import FOLDER_PREFIX, consecutive_addresses, expand_addresses
+from beast.addresses import (
+    FOLDER_PREFIX,
+    consecutive_addresses,
+    expand_addresses,
+    socket_folder,
+)
 from beast.errors import EnvError, FlagError
 from beast.server_processes import FIRST_PAUSE, GRACE
 from beast.spaces import row_ranges, spaces_from_json
@@ -163,7 +168,7 @@ class LocalServers:
     """
 
     def __init__(self, flags, script):
-        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
+        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=socket_folder())
         self.addresses = local_addresses(flags, self._folder.name)
         address = flags.pipes_basename or f"unix:{self._folder.name}/server"
         learner_flags = {
