@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import logging
 import os
+import shlex
 import signal
 import sys
 
@@ -175,8 +176,9 @@ def _complete(parser, argv, flags, saved):
         left = {*checkpoint.NOT_RESUMED, *saved["flags"].get("chosen", ["num_buffers"])}
         kept = {k: v for k, v in saved["flags"].items() if k in flags and k not in left}
         parser.check_types(kept)
-    xpid, flags = flags.xpid, parser.parse_args(argv, argparse.Namespace(**kept))
-    flags.xpid = xpid
+    given, flags = flags, parser.parse_args(argv, argparse.Namespace(**kept))
+    flags.xpid = given.xpid
+    _refuse_trust(given, flags)
     if saved["flags"].get("env") not in (None, flags.env):  # None: of servers that named no game
         raise FlagError(
             f"--env is {flags.env}, but the checkpoint in {run_path(flags)} is of "
@@ -195,6 +197,27 @@ def _list_runs(flags, name):
     runs = run_path(flags).parent.glob(f"*/{name}")
     runs = sorted(runs, key=lambda path: path.stat().st_mtime, reverse=True)
     return [path.parent.name for path in runs if not path.parent.is_symlink()]
+
+
+def _refuse_trust(given, flags):
+    """Refuse what only the command line, not a checkpoint from elsewhere, may decide.
+
+    Args:
+      given: flags of the command line.
+      flags: these, with what they leave open taken from the checkpoint.
+    """
+    if given.env != flags.env and ":" in str(flags.env):  # gymnasium's module:ID
+        raise FlagError(
+            f"the checkpoint in {run_path(flags)} names {flags.env!r}, for which a module would be "
+            f"imported: if you trust it, add --env {shlex.quote(flags.env)}"
+        )
+    addresses = getattr(flags, "server_addresses", None)
+    if addresses and given.server_addresses != addresses and given.auth_token_file:
+        raise FlagError(
+            f"--auth_token_file is given, but the servers that would get it, {addresses!r}, are "
+            f"named by the checkpoint in {run_path(flags)} alone: if you trust them, add "
+            f"--server_addresses {shlex.quote(addresses)}"
+        )
 
 
 def _refuse_missing_run(flags):

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -90,6 +91,11 @@ def adopt_env(flags, servers):
         raise FlagError(
             f"--env (given, or of the checkpoint) is {flags.env}, but the environment servers play "
             f"{servers.env}: start servers of that game, or leave --env out with another --xpid"
+        )
+    if flags.env is None and ":" in (servers.env or ""):  # gymnasium's module:ID
+        raise FlagError(
+            f"the environment servers play {servers.env!r}, for which evaluations here would "
+            f"import a module: if you trust it, add --env {shlex.quote(servers.env)}"
         )
     if flags.env is None and servers.env is not None:
         logging.info("The environment servers play %s", servers.env)

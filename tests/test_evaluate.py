@@ -456,7 +456,9 @@ def test_an_evaluation_gives_its_metrics_once(tmp_path, monkeypatch, caplog):
         assert training.wait(110) == metrics | {"eval_human_normalized": 0.5}
         assert "Evaluation at step 104, " in caplog.text and "2 games: mean return" in caplog.text
         assert training.tick(199) == NOTHING and training.process is None
+        training.evaluations._flags.env = "our:Game"  # which a checkpoint alone may not name
         training.tick(200)
+        assert "--env=our:Game" in training.process.args
         assert training.wait(200)["eval_step"] == 200
     assert list(training.folder.iterdir()) == []
 
