@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -26,7 +27,7 @@ void check_bools(const std::string& data, const std::string& what) {
 // Whether a float is larger than `largest`, whose bits these are, or an infinity or a NaN.
 template <class Bits>
 bool any_exceeds(const ArrayView& array, Bits largest) {
-  constexpr auto kMagnitude = static_cast<Bits>(~Bits{0} >> 1);
+  constexpr auto kMagnitude = static_cast<Bits>(std::numeric_limits<Bits>::max() / 2);
   bool exceeds = false;  // without a branch, so that the compiler can take several at once
   for (size_t i = 0; i < array.num_bytes(); i += sizeof(Bits)) {
     Bits bits;

@@ -11,7 +11,7 @@ from catch_env import Catch, Counter
 
 from beast.environments import Environments, map_nest, try_out
 from beast.errors import EnvError, FlagError, format_cause
-from libtorchbeast.rows import Rows, draw_seeds
+from libtorchbeast.rows import MAX_REWARD, Rows, draw_seeds
 
 DISCRETE = gym.spaces.Discrete(3, start=-1)
 MULTI_DISCRETE = gym.spaces.MultiDiscrete([2, 3], start=[0, -1])
@@ -55,6 +55,16 @@ def rows_of(environments, num_steps):
 
 def column(rows, key, i=0):
     return [row[key][i].tolist() for row in rows]
+
+
+def test_sums_of_the_largest_rewards_are_finite():
+    for reward in (MAX_REWARD, -MAX_REWARD):
+        rows = Rows(1)
+        for _ in range(3):
+            rows.step(0, reward, False, False, False)
+            assert rows.row["episode_return"] == rows.row["game_return"] == np.float32(reward)
+        rows.step(0, -reward, True, False, True)
+        assert rows.row["game_return"] == rows.row["episode_return"] == 0
 
 
 def test_terminated_episode_resets_in_the_same_row():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command lines: what they refuse and how, and what a checkpoint adds to them."""
 
+import multiprocessing.connection
+import multiprocessing.util
 import os
 import pathlib
 import re
@@ -12,6 +14,7 @@ from small_run import create_parser, parse, save
 
 import monobeast
 import polybeast
+from beast import fork_server, servers
 from beast.addresses import consecutive_addresses, expand_addresses
 from beast.errors import EnvError, FlagError
 from beast.flags import parse_flags, run_program
@@ -320,6 +323,63 @@ def test_other_systems_than_linux_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(FlagError, match="runs on Linux only, not on darwin"):
         parse(tmp_path)
+
+
+def test_a_checkpoint_alone_has_no_module_imported(tmp_path):
+    save(parse(tmp_path, "--xpid run --env evil:Pong-v0"))
+    for mode in ("train", "test"):
+        with pytest.raises(FlagError, match="names 'evil:Pong-v0', .* add --env evil:Pong-v0$"):
+            parse(tmp_path, f"--xpid run --mode {mode}")
+        assert parse(tmp_path, f"--xpid run --mode {mode} --env evil:Pong-v0").mode == mode
+    parser = create_parser()
+    parser.set_defaults(env="our:Pong-v0")  # as a fork may
+    with pytest.raises(FlagError, match="add --env evil:Pong-v0"):
+        parse(tmp_path, "--xpid run", parser)
+
+
+def test_a_checkpoint_alone_does_not_say_where_a_token_goes(tmp_path):
+    arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
+    save(parse_flags(polybeast.parser, [*arguments, "--server_addresses", "h:1,h:2"]))
+    assert parse_flags(polybeast.parser, arguments).server_addresses == "h:1,h:2"
+    arguments += ["--auth_token_file", "token"]
+    with pytest.raises(FlagError, match="'h:1,h:2', .* add --server_addresses h:1,h:2$"):
+        parse_flags(polybeast.parser, arguments)
+    parse_flags(polybeast.parser, [*arguments, "--server_addresses", "h:1,h:2"])
+
+
+@pytest.fixture
+def long_tmpdir(tmp_path, monkeypatch):
+    folder = tmp_path / (90 * "x")
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+def test_sockets_get_a_short_folder_where_that_of_temporary_files_is_long(long_tmpdir, monkeypatch):
+    config = multiprocessing.current_process()._config  # which children inherit
+    monkeypatch.setitem(config, "tempdir", None)
+    folder = fork_server._make_socket_folder()
+    assert multiprocessing.util.get_temp_dir() == folder and os.path.isdir(folder)
+    assert len(multiprocessing.connection.arbitrary_address("AF_UNIX")) < 108
+    flags = polybeast.parser.parse_args(["--num_servers", "100"])
+    local = servers.LocalServers(flags, "script.py")
+    assert all(len(address.removeprefix("unix:")) < 108 for address in local.addresses)
+    assert list(long_tmpdir.iterdir()) == []
+
+
+def test_a_tmpdir_too_long_for_sockets_is_refused_where_there_is_no_other(
+    long_tmpdir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(FlagError, match=f"^TMPDIR .{long_tmpdir}. is too long for sockets"):
+        parse(tmp_path)
+
+
+@pytest.mark.parametrize("parse", [expand_addresses, lambda text: consecutive_addresses(text, 3)])
+def test_a_path_too_long_for_a_socket_is_refused(parse):
+    parse(f"unix:{99 * 'x'}")
+    with pytest.raises(ValueError, match=r"xx(\.2)? is too long: .* at most 107 bytes"):
+        parse(f"unix:/{107 * 'x'}")
 
 
 def test_several_servers_have_consecutive_addresses():

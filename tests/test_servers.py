@@ -47,7 +47,7 @@ SPACES = spaces_to_json(gym.spaces.Box(0, 1, (3,), np.uint8), gym.spaces.Discret
 @pytest.mark.parametrize(
     ("handshake", "message"),
     [({"spaces": "no JSON"}, "has spaces that cannot be used"), ({"spaces": ""}, "has no spaces"),
-     ({"spaces": SPACES.replace("[3]", "[4]")}, "by its space uint8.1, 4."),
+     ({"spaces": SPACES.replace("[3]", "[4]")}, "by its space uint8.2, 4."),
      ({"spaces": SPACES, "env": "a\nb"}, "whose name cannot be used: 'a.nb'"),
      ({"spaces": SPACES, "num_envs": 5000}, "5,000 environments a stream")],
 )  # fmt: skip
@@ -191,6 +191,13 @@ def test_servers_none_of_which_can_be_used_end_the_run_with_the_reason(tmp_path,
 def test_flags_that_cannot_be_are_refused_before_anything_starts(arguments, message):
     with pytest.raises(FlagError, match=message):
         polybeast.check_flags(parse(*arguments.split()))
+
+
+def test_a_game_that_a_module_makes_is_taken_over_only_where_it_was_given():
+    found = SimpleNamespace(env="evil:Pong-v0", frame_skip=1)
+    with pytest.raises(FlagError, match="play 'evil:Pong-v0', .* add --env evil:Pong-v0$"):
+        servers.adopt_env(SimpleNamespace(env=None), found)
+    servers.adopt_env(SimpleNamespace(env="evil:Pong-v0"), found)
 
 
 class Started(Exception):
