@@ -192,6 +192,29 @@ TEST(the_last_action_is_what_was_sent_or_the_one_before_an_end) {
   CHECK(is_taken({7, 7}, int64_array({1, kNumEnvs, 1}, {1, 2})));
 }
 
+TEST(last_actions_of_floats_are_compared_bit_by_bit) {
+  const auto refuses = [](const std::string& echoed, const Arrays& sent) {
+    rpcenv::Step step = step_of(0);
+    rpcenv::Array* last_action = step.mutable_last_action_array();
+    last_action->set_dtype(rpcenv::FLOAT32);
+    last_action->add_shape(kNumEnvs);
+    last_action->set_data(twice(0.0f));
+    Rollout rollout(kUnrollLength, true, step, new_pool());
+    last_action->set_data(echoed);
+    try {
+      rollout.set_env_outputs(1, step, &sent);
+    } catch (const WireError&) {
+      return true;
+    }
+    return false;
+  };
+  Array sent = make_array(DType::kFloat32, {1, kNumEnvs}, *new_pool());
+  std::memcpy(sent.data.get(), twice(0.5f).data(), sent.num_bytes());
+  CHECK(!refuses(twice(0.5f), sent) && refuses(twice(0.25f), sent));
+  // Of another precision, they could differ in the last bit.
+  CHECK(!refuses(twice(0.5f), make_array(DType::kFloat64, {1, kNumEnvs}, *new_pool())));
+}
+
 TEST(the_very_first_last_action_is_0) {
   rpcenv::Step step = step_of(0);
   step.set_last_action(twice<int64_t>(1));
@@ -219,6 +242,21 @@ TEST(rows_are_as_their_spaces_say) {
   }
 }
 
+TEST(each_part_of_an_observation_has_limits_of_its_own) {
+  rpcenv::Step step = step_of(0);
+  rpcenv::Array* frame = step.mutable_observation()->mutable_array();
+  frame->add_shape(2);
+  const auto start = [&](const Values& values) {
+    frame->set_data(values.data(), values.size() * sizeof(int64_t));
+    Rollout(kUnrollLength, true, step, new_pool(), 7,
+            {{"frame", int64_array({2, 2}, {0, 3, 1, 5})}});
+  };
+  start({0, 3, 1, 5});
+  for (const Values& values : {Values{0, 3, 2, 5}, Values{0, 3, 1, 6}, Values{0, 2, 1, 5}}) {
+    CHECK_THROWS(WireError, (start(values), 0));
+  }
+}
+
 TEST(agent_outputs_have_one_row_and_a_column_an_environment) {
   for (const Shape& shape : {Shape{}, Shape{2}, Shape{2, 2}, Shape{1, 3}, Shape{1, 1}, Shape{1}}) {
     Rollout rollout(kUnrollLength, true, step_of(0), new_pool());
@@ -235,6 +273,8 @@ TEST(agent_outputs_unlike_the_first_ones_are_refused) {
   for (const Arrays& outputs :
        {Arrays(action), Arrays(Arrays::Tuple{action}), Arrays(Arrays::Tuple{action, action}),
         Arrays(Arrays::Tuple{action, floats}),
+        Arrays(Arrays::Tuple{int64_array({2, kNumEnvs}, {1, 1, 1, 1}),
+                             int64_array({1, kNumEnvs, 1}, {1, 1})}),
         Arrays(Arrays::Tuple{action, int64_array({1, kNumEnvs, 2}, {1, 2, 3, 4})})}) {
     CHECK_THROWS(std::invalid_argument, (rollout.set_agent_outputs(2, outputs), 0));
   }
