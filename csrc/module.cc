@@ -341,10 +341,8 @@ PYBIND11_MODULE(_C, m) {
         "What the server at this address says of itself: a dict of protocol_version, num_envs, "
         "spaces, stack_size, env (empty where it has no name). tls, auth_token: as ActorPool's. "
         "check: called with that dict; returns ranges, as ActorPool's, for the first row. "
-        "Raises TimeoutError; "
-        "ConnectionError, of which ConnectionRefusedError (another protocol version or token, or "
-        "such a row) and "
-        "ConnectionAbortedError (its environments fail) will come again.");
+        "Raises TimeoutError; ConnectionError, of which ConnectionRefusedError (another protocol "
+        "version, token or row) and ConnectionAbortedError (its environments fail) will come again.");
 }
 
 }  // namespace

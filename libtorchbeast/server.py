@@ -24,8 +24,7 @@ from libtorchbeast import MAX_STREAMS, access, rpcenv_pb2, wire
 from libtorchbeast.plain_environments import PlainEnvironments
 
 PROTOCOL_VERSION = 1
-# In all streams of a server: as many as one stream may ask for, and as many again for when it comes
-# back before the server has noticed that it was lost.
+# Of all streams: twice those of one, which may come back before its loss was noticed.
 MAX_ENVS = 2 * wire.MAX_ENVS
 MAX_CONNECTIONS = 128  # strangers may hold some of them for a while
 GRACE = 2  # seconds in which streams end by themselves
@@ -49,8 +48,7 @@ _OPTIONS = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
 )
-# An unplugged client sends nothing: ping it. Not on unix sockets, which nobody unplugs: a learner
-# that was stopped (Ctrl-Z) shall find its streams again.
+# Ping clients, which may be unplugged; on unix sockets they can only be stopped (Ctrl-Z).
 _KEEPALIVE = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),

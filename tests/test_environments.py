@@ -11,7 +11,7 @@ from catch_env import Catch, Counter
 
 from beast.environments import Environments, map_nest, try_out
 from beast.errors import EnvError, FlagError, format_cause
-from libtorchbeast.rows import MAX_REWARD, Rows, draw_seeds
+from libtorchbeast.rows import MAX_REWARD, Rows, draw_seeds, write_observation
 
 DISCRETE = gym.spaces.Discrete(3, start=-1)
 MULTI_DISCRETE = gym.spaces.MultiDiscrete([2, 3], start=[0, -1])
@@ -55,6 +55,12 @@ def rows_of(environments, num_steps):
 
 def column(rows, key, i=0):
     return [row[key][i].tolist() for row in rows]
+
+
+def test_an_observation_may_have_another_byte_order():
+    target = np.zeros((1, 2), np.int32)
+    write_observation(target, 0, np.array([1, 2], ">i4"), "as at first")
+    assert target.tolist() == [[1, 2]]
 
 
 def test_sums_of_the_largest_rewards_are_finite():

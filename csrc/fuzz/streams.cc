@@ -35,8 +35,7 @@ std::string random_bools(size_t size, Random& random) {
   return bools;
 }
 
-// Numbers of `item` bytes, in whose last one `mask` keeps some bits: floats that are finite where
-// it has not 0x40, integers that are not negative where it has not 0x80.
+// Numbers of `item` bytes, the last one masked: 0xbf makes floats finite, 0x7f counts.
 std::string random_numbers(size_t size, size_t item, int mask, Random& random) {
   std::string bytes = random_bytes(size, random);
   for (size_t i = item - 1; i < size; i += item) bytes[i] = static_cast<char>(bytes[i] & mask);
