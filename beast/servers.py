@@ -253,8 +253,10 @@ def query_servers(addresses, num_envs, local=None, credentials=None):
                     address, num_envs, ANSWER_TIMEOUT, CONNECT_TIMEOUT, check=check_handshake,
                     **(credentials or {}),
                 )  # fmt: skip
-            except EnvError as error:
-                answer = ConnectionRefusedError(f"the environment server at {address} has {error}")
+            except (EnvError, ValueError, RuntimeError) as error:  # of check_handshake
+                answer = ConnectionRefusedError(
+                    f"the environment server at {address} cannot be used: {error}"
+                )
             except BaseException as error:
                 answer = error
             answers.put((address, answer))

@@ -44,9 +44,18 @@ def fake_query(monkeypatch):
 SPACES = spaces_to_json(gym.spaces.Box(0, 1, (3,), np.uint8), gym.spaces.Discrete(3), 1)
 
 
+def deep(depth, key="a"):
+    """Return spaces whose observations are in so many dicts."""
+    spaces = json.loads(SPACES)
+    for _ in range(depth):
+        spaces["observation"] = {"type": "Dict", "spaces": [["KEY", spaces["observation"]]]}
+    return json.dumps(spaces).replace("KEY", key)
+
+
 @pytest.mark.parametrize(
     ("handshake", "message"),
-    [({"spaces": "no JSON"}, "has spaces that cannot be used"), ({"spaces": ""}, "has no spaces"),
+    [({"spaces": "no JSON"}, "cannot be used: spaces that"), ({"spaces": ""}, "used: no spaces"),
+     ({"spaces": deep(150)}, "levels deep"), ({"spaces": deep(1, r"\ud800")}, "surrogates"),
      ({"spaces": SPACES.replace("[3]", "[4]")}, "by its space uint8.2, 4."),
      ({"spaces": SPACES, "env": "a\nb"}, "whose name cannot be used: 'a.nb'"),
      ({"spaces": SPACES, "num_envs": 5000}, "5,000 environments a stream")],
