@@ -10,7 +10,7 @@ from beast.errors import FlagError
 
 FOLDER_PREFIX = "polybeast-"  # of the temporary folders that learners make for sockets
 MAX_PATH = 107  # bytes of a unix socket's path, by Linux
-MAX_NAME = 40  # of which so many are for names that we and multiprocessing make
+MAX_NAME = 32  # of which so many are for names that we and multiprocessing make
 
 
 def socket_folder():
