@@ -199,7 +199,9 @@ class Net(nn.Module):
           A dict of policy_logits [T, N, A], baseline [T, N] and action [T, N] (sampled in training
           mode, else the most probable), and the state, which is ().
         """
-        T, N = inputs["done"].shape
+        parts = []
+        map_nest(parts.append, inputs["frame"])
+        T, N = parts[0].shape[:2]
         frame = map_nest(lambda x: x.flatten(0, 1), inputs["frame"])
         x = scale_image(frame, self.image) if self.is_image else self.one_hot(frame)
         features = self.trunk(x)
