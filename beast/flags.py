@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -206,7 +207,7 @@ def _refuse_trust(given, flags):
       given: flags of the command line.
       flags: these, with what they leave open taken from the checkpoint.
     """
-    if given.env != flags.env and ":" in str(flags.env):  # gymnasium's module:ID
+    if given.env != flags.env and re.match(r"[\w.]+:", str(flags.env)):  # module:ID
         raise FlagError(
             f"the checkpoint in {run_path(flags)} names {flags.env!r}, for which a module would be "
             f"imported: if you trust it, add --env {shlex.quote(flags.env)}"

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import queue
+import re
 import shlex
 import signal
 import subprocess
@@ -92,7 +93,7 @@ def adopt_env(flags, servers):
             f"--env (given, or of the checkpoint) is {flags.env}, but the environment servers play "
             f"{servers.env}: start servers of that game, or leave --env out with another --xpid"
         )
-    if flags.env is None and ":" in (servers.env or ""):  # gymnasium's module:ID
+    if flags.env is None and re.match(r"[\w.]+:", servers.env or ""):  # gymnasium's module:ID
         raise FlagError(
             f"the environment servers play {servers.env!r}, for which evaluations here would "
             f"import a module: if you trust it, add --env {shlex.quote(servers.env)}"
