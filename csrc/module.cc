@@ -334,15 +334,16 @@ PYBIND11_MODULE(_C, m) {
            "Wait for the next line about a server that was lost or is back. Raises StopIteration "
            "after the end of run().");
 
-  m.def("query_server", &query_server, py::arg("address"), py::arg("num_envs") = py::none(),
-        py::arg("timeout_s") = 60.0, py::arg("connect_timeout_s") = py::none(), py::kw_only(),
-        py::arg("tls") = py::none(), py::arg("auth_token") = py::none(),
-        py::arg("check") = py::none(),
-        "What the server at this address says of itself: a dict of protocol_version, num_envs, "
-        "spaces, stack_size, env (empty where it has no name). tls, auth_token: as ActorPool's. "
-        "check: called with that dict; returns ranges, as ActorPool's, for the first row. "
-        "Raises TimeoutError; ConnectionError, of which ConnectionRefusedError (another protocol "
-        "version, token or row) and ConnectionAbortedError (its environments fail) will come again.");
+  m.def(
+      "query_server", &query_server, py::arg("address"), py::arg("num_envs") = py::none(),
+      py::arg("timeout_s") = 60.0, py::arg("connect_timeout_s") = py::none(), py::kw_only(),
+      py::arg("tls") = py::none(), py::arg("auth_token") = py::none(),
+      py::arg("check") = py::none(),
+      "What the server at this address says of itself: a dict of protocol_version, num_envs, "
+      "spaces, stack_size, env (empty where it has no name). tls, auth_token: as ActorPool's. "
+      "check: called with that dict; returns ranges, as ActorPool's, for the first row. "
+      "Raises TimeoutError; ConnectionError, of which ConnectionRefusedError (another protocol "
+      "version, token or row) and ConnectionAbortedError (its environments fail) will come again.");
 }
 
 }  // namespace
