@@ -78,7 +78,7 @@ class Learner:
 
     def count(self, steps, episode_returns, game_returns):
         """Count an update: its agent steps, and the returns of what ended in its batch."""
-        self.stats["step"] += steps
+        self.stats["step"] += int(steps)
         map_nest(LambdaLR.step, self.scheduler)
         for name, returns in (("episode_returns", episode_returns), ("game_returns", game_returns)):
             self.stats[name] = (self.stats[name] + returns)[-100:]
