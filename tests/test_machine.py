@@ -292,9 +292,9 @@ import ctypes
 import os
 import sys
 sys.path.insert(0, {root!r})
-import {program} as program
+import polybeast  # whose gRPC has threads before any learner
 
-learn = program.learn
+learn = polybeast.learn
 
 def count_arenas(*args):
     libc, name = ctypes.CDLL(None), {folder!r} + "/" + str(os.getpid())
@@ -303,22 +303,19 @@ def count_arenas(*args):
     assert libc.malloc_info(0, file) == 0 and libc.fclose(file) == 0
     return learn(*args)
 
-program.learn = count_arenas
+polybeast.learn = count_arenas
 if __name__ == "__main__":
-    program.run_program(program.main)
+    polybeast.run_program(polybeast.main)
 """
 
 
 @pytest.mark.whole
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about learning on a CPU")
-@pytest.mark.parametrize("program", ["monobeast", "polybeast", "ppo"])
-def test_all_threads_of_a_learner_share_the_arena_that_keeps_large_blocks(program, tmp_path):
-    # Not gala.py: its agents learn in main threads, which have that arena anyway.
+def test_all_threads_of_a_learner_share_the_arena_that_keeps_large_blocks(tmp_path):
     (tmp_path / "arenas").mkdir()
     script = tmp_path / "counting.py"
-    names = {"root": str(ROOT), "program": program, "folder": str(tmp_path / "arenas")}
-    script.write_text(COUNTING.format(**names))
+    script.write_text(COUNTING.format(root=str(ROOT), folder=str(tmp_path / "arenas")))
     arguments = "--env PongNoFrameskip-v4 --total_steps 1000 --disable_checkpoint --savedir"
     assert run(script, arguments, tmp_path)[0] == 0
     [file] = (tmp_path / "arenas").iterdir()
