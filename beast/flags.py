@@ -140,7 +140,9 @@ def _fill_in(parser, argv, flags):
         name = flags.program.removesuffix(".py")
         flags.xpid = f"{name}-{now}" if flags.mode == "train" else "latest"
     elif flags.mode == "train" and not os.path.lexists(run_path(flags)):
-        for similar in difflib.get_close_matches(flags.xpid, _list_runs(flags, NEWEST), 1, 0.7):
+        name, names = re.sub(r"\d", "", flags.xpid), _list_runs(flags, NEWEST)
+        others = [other for other in names if re.sub(r"\d", "", other) != name]  # not of one series
+        for similar in difflib.get_close_matches(flags.xpid, others, 1, 0.7):
             logging.warning("--xpid %s is a new run; there is also %s", flags.xpid, similar)
     if flags.xpid == "latest":
         if not run_path(flags).exists():
@@ -207,7 +209,7 @@ def _refuse_trust(given, flags):
       given: flags of the command line.
       flags: these, with what they leave open taken from the checkpoint.
     """
-    if given.env != flags.env and re.match(r"[\w.]+:", str(flags.env)):  # module:ID
+    if given.env != flags.env and ":" in str(flags.env):  # module:ID
         raise FlagError(
             f"the checkpoint in {run_path(flags)} names {flags.env!r}, for which a module would be "
             f"imported: if you trust it, add --env {shlex.quote(flags.env)}"
@@ -233,7 +235,7 @@ def _refuse_missing_run(flags):
 def run_program(main):
     """Run a program's `main` and exit with its status; user errors are printed as one line."""
     start_logging()
-    if not torch.cuda.is_available():
+    if "--disable_cuda" in sys.argv or not torch.cuda.is_available():
         keep_freed_memory()
     # Until a run's own handlers are in place: unwind, so that what was started is ended.
     exit_on_signals()

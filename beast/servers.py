@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import queue
-import re
 import shlex
 import signal
 import subprocess
@@ -93,7 +92,7 @@ def adopt_env(flags, servers):
             f"--env (given, or of the checkpoint) is {flags.env}, but the environment servers play "
             f"{servers.env}: start servers of that game, or leave --env out with another --xpid"
         )
-    if flags.env is None and re.match(r"[\w.]+:", servers.env or ""):  # gymnasium's module:ID
+    if flags.env is None and flags.eval_interval and ":" in (servers.env or ""):  # module:ID
         raise FlagError(
             f"the environment servers play {servers.env!r}, for which evaluations here would "
             f"import a module: if you trust it, add --env {shlex.quote(servers.env)}"
@@ -254,10 +253,8 @@ def query_servers(addresses, num_envs, local=None, credentials=None):
                     address, num_envs, ANSWER_TIMEOUT, CONNECT_TIMEOUT, check=check_handshake,
                     **(credentials or {}),
                 )  # fmt: skip
-            except (EnvError, ValueError, RuntimeError) as error:  # of check_handshake
-                answer = ConnectionRefusedError(
-                    f"the environment server at {address} cannot be used: {error}"
-                )
+            except EnvError as error:  # of check_handshake
+                answer = ConnectionRefusedError(f"the environment server at {address} has {error}")
             except BaseException as error:
                 answer = error
             answers.put((address, answer))

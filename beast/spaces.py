@@ -159,7 +159,7 @@ def spaces_from_json(text):
         json.dumps(spaces, ensure_ascii=False).encode()  # which keys may not allow
     except Exception as error:  # gymnasium and NumPy raise all kinds
         problem = str(error) or type(error).__name__
-        raise EnvError(f"spaces that cannot be used ({problem:.300}): {text[:200]!r}") from error
+        raise EnvError(f"spaces that cannot be used ({problem:.300}): {text[:200]!r}") from None
     return observation_space, action_space, frame_skip
 
 

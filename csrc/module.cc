@@ -212,7 +212,14 @@ py::dict query_server(const std::string& address, std::optional<int64_t> num_env
   result["stack_size"] = handshake.stack_size();
   result["env"] = handshake.env();
   if (!check.is_none()) {
-    Rollout::Ranges ranges = from_python(check(result)).dict();
+    const py::object checked = check(result);
+    Rollout::Ranges ranges;
+    try {
+      ranges = from_python(checked).dict();
+    } catch (const std::exception& error) {
+      throw RefusedError("refused: the environment server at " + address +
+                         " has spaces that cannot be used: " + error.what());
+    }
     NoGil no_gil;
     check_first_row(address, first, std::move(ranges));
   }
@@ -290,8 +297,7 @@ PYBIND11_MODULE(_C, m) {
       "agent outputs), initial_agent_state), the outputs [T + 1, N, ...].\n\n"
       "Keywords, None being as good as not given:\n"
       "dict_outputs=False: env outputs are a dict of all keys of a row (see "
-      "libtorchbeast/rows.py), agent "
-      "outputs one with an action.\n"
+      "libtorchbeast/rows.py), agent outputs one with an action.\n"
       "num_envs, expected_num_envs: N to ask for, and N that the handshakes must have.\n"
       "seeds: one a stream, each ints separated by commas.\n"
       "newest_frame_only=False: have stacked frames sent one by one.\n"
@@ -299,8 +305,7 @@ PYBIND11_MODULE(_C, m) {
       "spaces: what the handshakes must have; else as the first server has them.\n"
       "env: the same of the environment's name, but servers that name none are accepted.\n"
       "ranges: what rows may hold: a dict by their keys, such as frame; for each array [N, ...] "
-      "one "
-      "[2, ...] of the least and the largest integers, or [0, ...] where there is no limit.\n"
+      "one [2, ...] of the least and the largest integers, or [0, ...] where there is no limit.\n"
       "connect_timeout_s=60, step_timeout_s=300: how long servers may take.\n"
       "tls: PEM texts of the authority that signed the servers' certificates, of our certificate "
       "and of its key.\n"

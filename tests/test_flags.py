@@ -156,7 +156,8 @@ def test_a_run_is_named_as_one_folder_can_be(tmp_path, capsys, xpid, mode):
 
 def test_a_new_run_whose_name_is_close_to_that_of_another_is_pointed_out(tmp_path, caplog):
     save(parse(tmp_path, "--xpid pong-lstm"))
-    for xpid in ("pong-lstm", "breakout"):
+    save(parse(tmp_path, "--xpid sweep-1"))
+    for xpid in ("pong-lstm", "breakout", "sweep-12"):
         parse(tmp_path, f"--xpid {xpid}")
     assert not caplog.text
     parse(tmp_path, "--xpid pong-lsmt")
@@ -331,6 +332,9 @@ def test_a_checkpoint_alone_has_no_module_imported(tmp_path):
         with pytest.raises(FlagError, match="names 'evil:Pong-v0', .* add --env evil:Pong-v0$"):
             parse(tmp_path, f"--xpid run --mode {mode}")
         assert parse(tmp_path, f"--xpid run --mode {mode} --env evil:Pong-v0").mode == mode
+    save(parse(tmp_path, "--xpid dashed --env my-evil:Pong-v0"))  # which importlib imports, too
+    with pytest.raises(FlagError, match="add --env my-evil:Pong-v0$"):
+        parse(tmp_path, "--xpid dashed")
     parser = create_parser()
     parser.set_defaults(env="our:Pong-v0")  # as a fork may
     with pytest.raises(FlagError, match="add --env evil:Pong-v0"):

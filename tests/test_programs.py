@@ -107,7 +107,7 @@ def out(folder):
 def learned(case, tmp_path_factory):
     """A run that learned Catch, of which an environment raised once: its folder and output."""
     savedir, temporary = tmp_path_factory.mktemp("learned"), tmp_path_factory.mktemp("temporary")
-    env = f"Failing-raise:{savedir / 'marker'}"
+    env = f"Failing-raise@{savedir / 'marker'}"
     # With the default entropy cost one run in ten of PolyBeast settles on losing all games of a
     # column, with this one none of 38, and none of 20 of MonoBeast.
     status, output = run(

@@ -54,7 +54,7 @@ def deep(depth, key="a"):
 
 @pytest.mark.parametrize(
     ("handshake", "message"),
-    [({"spaces": "no JSON"}, "cannot be used: spaces that"), ({"spaces": ""}, "used: no spaces"),
+    [({"spaces": "no JSON"}, "has spaces that"), ({"spaces": ""}, "has no spaces"),
      ({"spaces": deep(150)}, "levels deep"), ({"spaces": deep(1, r"\ud800")}, "surrogates"),
      ({"spaces": SPACES.replace("[3]", "[4]")}, "by its space uint8.2, 4."),
      ({"spaces": SPACES, "env": "a\nb"}, "whose name cannot be used: 'a.nb'"),
@@ -146,7 +146,8 @@ def test_connect_gives_what_the_servers_say_of_their_environments():
 @pytest.mark.parametrize("served", [None, "Catch"])  # forks' servers name none
 def test_the_game_is_that_of_the_servers_or_refused(given, served, caplog):
     caplog.set_level(logging.INFO)
-    flags, found = SimpleNamespace(env=given), SimpleNamespace(env=served, frame_skip=3)
+    flags = SimpleNamespace(env=given, eval_interval=0)
+    found = SimpleNamespace(env=served, frame_skip=3)
     if (given, served) == ("Breakout", "Catch"):
         with pytest.raises(FlagError, match="is Breakout, but .* play Catch: start servers"):
             servers.adopt_env(flags, found)
@@ -203,10 +204,11 @@ def test_flags_that_cannot_be_are_refused_before_anything_starts(arguments, mess
 
 
 def test_a_game_that_a_module_makes_is_taken_over_only_where_it_was_given():
-    found = SimpleNamespace(env="evil:Pong-v0", frame_skip=1)
-    with pytest.raises(FlagError, match="play 'evil:Pong-v0', .* add --env evil:Pong-v0$"):
-        servers.adopt_env(SimpleNamespace(env=None), found)
-    servers.adopt_env(SimpleNamespace(env="evil:Pong-v0"), found)
+    found = SimpleNamespace(env="my-evil:Pong-v0", frame_skip=1)
+    with pytest.raises(FlagError, match="play 'my-evil:Pong-v0', .* add --env my-evil:Pong-v0$"):
+        servers.adopt_env(SimpleNamespace(env=None, eval_interval=1), found)
+    servers.adopt_env(SimpleNamespace(env="my-evil:Pong-v0", eval_interval=1), found)
+    servers.adopt_env(SimpleNamespace(env=None, eval_interval=0), found)  # imports nothing here
 
 
 class Started(Exception):

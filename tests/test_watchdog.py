@@ -234,7 +234,7 @@ def test_a_stopped_server_is_killed_and_replaced(caplog):
 def test_a_server_whose_environment_hangs_is_logged_with_its_stack_and_replaced(tmp_path):
     marker = tmp_path / "marker"
     # Silence of five times as many seconds ends a server: more than a slow machine starts one in.
-    arguments = f"--env Failing-hang:{marker} --savedir {tmp_path} --stall_timeout_s 2 --xpid run "
+    arguments = f"--env Failing-hang@{marker} --savedir {tmp_path} --stall_timeout_s 2 --xpid run "
     arguments += "--total_steps 100000000 --num_servers 1"
     with Program(HELPERS / "catch_poly.py", arguments, TMPDIR=str(tmp_path)) as program:
         program.wait_until(marker.exists)

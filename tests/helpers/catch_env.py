@@ -127,9 +127,9 @@ class Old(Catch):
 
 
 def create_env(flags):
-    """Make Catch, Old, or Failing-HOW:MARKER, where HOW is raise or hang."""
+    """Make Catch, Old, or Failing-HOW@MARKER, where HOW is raise or hang."""
     if flags.env.startswith("Failing-"):
-        how, _, marker = flags.env.removeprefix("Failing-").partition(":")
+        how, _, marker = flags.env.removeprefix("Failing-").partition("@")
         return Failing(how, marker)
     return {"Catch": Catch, "Old": Old}[flags.env]()
 
