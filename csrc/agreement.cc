@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -118,6 +119,9 @@ void check_first_row(const std::string& address, const rpcenv::Step& first,
   } catch (const WireError& error) {
     throw RefusedError("refused: the environment server at " + address +
                        " sends a first row that cannot be used: " + error.what());
+  } catch (const std::bad_alloc&) {
+    throw RefusedError("refused: the first row of the environment server at " + address +
+                       " does not fit into memory");
   }
 }
 

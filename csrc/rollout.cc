@@ -128,14 +128,18 @@ void Rollout::check_ranges(int64_t t) const {
       const ArrayView range = ranges[leaf++].view();
       if (range.shape[0] == 0) return;
       const size_t count = range.num_bytes() / size_of(range.dtype) / 2;  // of one environment
-      const Array row = buffer.row(t);
-      for (size_t i = 0; i < count * static_cast<size_t>(num_envs_); ++i) {
-        const int64_t value = row.view().integer_at(i);
-        const int64_t least = range.integer_at(i % count);
-        const int64_t largest = range.integer_at(count + i % count);
-        if (least <= value && value <= largest) continue;
-        throw WireError(name + " has the number " + std::to_string(value) + ", but by its space " +
-                        std::to_string(least) + " to " + std::to_string(largest));
+      const Array row_array = buffer.row(t);
+      const ArrayView row = row_array.view();
+      for (size_t i = 0; i < count; ++i) {
+        const int64_t least = range.integer_at(i);
+        const int64_t largest = range.integer_at(count + i);
+        for (size_t env = 0; env < static_cast<size_t>(num_envs_); ++env) {
+          const int64_t value = row.integer_at(env * count + i);
+          if (least <= value && value <= largest) continue;
+          throw WireError(name + " has the number " + std::to_string(value) +
+                          ", but by its space " + std::to_string(least) + " to " +
+                          std::to_string(largest));
+        }
       }
     });
   }
