@@ -187,8 +187,10 @@ def test_an_environment_that_raises_is_an_error_with_its_traceback(environments)
     ("how", "num_steps"),
     [("SIGKILL", 4), ("SIGSTOP", 4), ("SIGKILL", 7)],  # after 7 episodes end, with a return of 28
 )
-def test_a_lost_process_is_replaced_and_its_episodes_are_cut(environments, caplog, how, num_steps):
-    several = environments(Counter, 2, stall_timeout_s=0.1 if how == "SIGSTOP" else 60)
+def test_a_lost_process_is_replaced_and_its_episodes_are_cut(
+    environments, caplog, monkeypatch, how, num_steps
+):
+    several = environments(Counter, 2)
     several.initial()
     actions = np.ones(5, np.int64)
     for _ in range(num_steps):
@@ -197,7 +199,10 @@ def test_a_lost_process_is_replaced_and_its_episodes_are_cut(environments, caplo
     assert before["done"].tolist() == [has_ended] * 5 and before["episode_return"][0] > 0
     pid = pids_of(several)[0]
     os.kill(pid, getattr(signal, how))
+    if how == "SIGSTOP":  # in this step alone: under load a new process takes seconds to start
+        monkeypatch.setattr(several, "_patience", 2)
     cut = copy(several.step(2 * actions))
+    monkeypatch.undo()
     first = slice(0, 3)
     assert sum(process.deaths.total for process in several.processes) == 1
     np.testing.assert_array_equal(cut["frame"][first], before["frame"][first])
@@ -213,7 +218,7 @@ def test_a_lost_process_is_replaced_and_its_episodes_are_cut(environments, caplo
     assert after["frame"][:, 1].tolist() == [0, 0, 0, count, count]  # steps in the episode
     following = several.step(actions)
     assert following["episode_step"].tolist() == [1, 1, 1, count + 1, count + 1]
-    cause = "killed by SIGKILL" if how == "SIGKILL" else "silent for 0 s"
+    cause = "killed by SIGKILL" if how == "SIGKILL" else "silent for 2 s"
     assert cause in caplog.text and pid not in pids_of(several)
 
 
