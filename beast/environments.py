@@ -4,6 +4,7 @@
 import contextlib
 import logging
 import multiprocessing
+import re
 
 import gymnasium as gym
 import numpy as np
@@ -92,9 +93,10 @@ class Environments:
         )
         self.row = self._rows.row
         self._steps = [0] * num_envs  # calls of step since the start, for error messages
-        # Rows that are still compared with the bounds of their space. In processes that play the
-        # same environments as the first one, none, or each would give the same warning.
-        self.watched_steps = 1000 if multiprocessing.parent_process() is None else 0
+        # Rows that are still compared with the bounds of their space. Of processes only the first
+        # one of each parent (its name ends in -1 or :1) does so, or each would warn.
+        numbers = re.split("[-:]", multiprocessing.current_process().name)[1:]
+        self.watched_steps = 1000 if set(numbers) <= {"1"} else 0
 
     @property
     def spaces(self):

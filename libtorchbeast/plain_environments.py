@@ -83,7 +83,7 @@ class PlainEnvironments:
         reward, terminated, truncated, game_over = read_step(reward, *ends, info)
         if not self.truncated_rows:
             terminated, truncated = terminated or truncated, False
-        if isinstance(actions, np.ndarray) and actions.ndim == 1 and actions.dtype.kind in "iu":
+        if isinstance(actions, np.ndarray) and actions.ndim == 1 and actions.dtype.kind in "biu":
             self._rows.row["last_action"][i] = actions[i].astype(np.int64)
         if self._rows.step(i, reward, terminated, truncated, game_over):
             self._reset(i)

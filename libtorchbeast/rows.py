@@ -156,14 +156,15 @@ def read_step(reward, terminated, truncated, info):
       ValueError: one of them is something else, or the reward is not finite as a float32.
     """
     try:
-        number = float(reward.item() if isinstance(reward, np.ndarray) else reward)
+        if isinstance(reward, str):
+            raise TypeError("it is no number")
+        number = float(reward.item() if hasattr(reward, "item") else reward)
     except (TypeError, ValueError, RuntimeError) as error:
-        text = f"the reward is {reward!r:.100}: {type(error).__name__}: {error}"
-        raise ValueError(text) from None
+        raise ValueError(f"the reward is {reward!r:.100}: {error}") from None
     if not abs(number) <= MAX_REWARD:
         raise ValueError(f"the reward is {number}; it must be finite, as a float32")
     if not isinstance(info, dict):
-        raise ValueError(f"info is {info!r:.100}; it must be a dict, {{}} where there is none")
+        raise ValueError(f"info is the {type(info).__name__} {info!r:.100}; it must be a dict")
     terminated = _read_bool(terminated, "terminated")
     truncated = _read_bool(truncated, "truncated")
     if not terminated and not truncated:
@@ -229,11 +230,10 @@ def write_observation(target, i, observation, source, path="observation"):
             or (isinstance(observation, float) and target.dtype.kind == "f")
         ):
             is_like = array.shape == target.shape[1:] and array.dtype.kind in "biuf"
+            hint = f": return it with .astype(np.{target.dtype})" if is_like else ""
             raise ValueError(
                 f"{path} is {array.dtype}{list(array.shape)}, but should be "
-                f"{target.dtype}{list(target.shape[1:])}, {source}"
-                + f": return it with .astype(np.{target.dtype})"
-                * is_like
+                f"{target.dtype}{list(target.shape[1:])}, {source}{hint}"
             )
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise ValueError(f"{path} has numbers that are not finite")
@@ -241,10 +241,11 @@ def write_observation(target, i, observation, source, path="observation"):
 
 
 def _describe_keys(observation, target):
-    """Say which keys an observation lacks, and which it has beyond those of a dict."""
+    """Return which keys an observation lacks, and which it has beyond those of a dict."""
     if not isinstance(observation, dict):
         return f"is a {type(observation).__name__}"
     lacks, more = (
         [k for k in a if k not in b] for a, b in ((target, observation), (observation, target))
     )
-    return " and ".join([f"lacks {lacks}"] * bool(lacks) + [f"has {more} besides"] * bool(more))
+    differences = [f"lacks {lacks}" if lacks else "", f"has {more} besides" if more else ""]
+    return " and ".join(filter(None, differences))

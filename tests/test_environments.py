@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of Gymnasium environments, stepped one after the other: beast/environments.py."""
 
+import multiprocessing
 import re
 import traceback
 
@@ -205,8 +206,8 @@ def test_environments_describe_themselves():
       "the old Gym API: return terminated and truncated"),
      (lambda o, *rest: o, "step.. returned ndarray; it should return observation, reward, "),
      (lambda *values: values[:3], "step.. returned 3 values; it should return observation, "),
-     (lambda o, r, *rest: (o, "much", *rest), "the reward is 'much': ValueError"),
-     (lambda o, r, *rest: (o, np.ones(2), *rest), r"the reward is array\(\[1., 1.\]\): ValueError"),
+     (lambda o, r, *rest: (o, "much", *rest), "the reward is 'much': it is no number"),
+     (lambda o, r, *rest: (o, np.ones(2), *rest), r"the reward is array\(\[1., 1.\]\): can only"),
      (lambda o, r, *rest: (o, np.nan, *rest), r"the reward is nan"),
      (lambda o, r, *rest: (o, 1e39, *rest), r"the reward is 1e\+39; it must be finite"),
      (lambda o, r, end, *rest: (o, r, None, *rest), "terminated is None; it must be True or False"),
@@ -216,8 +217,8 @@ def test_environments_describe_themselves():
       r"truncated is array\(\[False, False\]\); it must be True or False"),
      (lambda o, r, end, cut, info: (o, r, True, cut, {"game_over": None}),
       r"info\['game_over'\] is None; it must be True or False"),
-     (lambda *values: (*values[:4], None), "info is None; it must be a dict"),
-     (lambda *values: (*values[:4], [{}]), r"info is \[\{\}\]; it must be a dict"),
+     (lambda *values: (*values[:4], None), "info is the NoneType None; it must be a dict"),
+     (lambda *values: (*values[:4], [{}]), r"info is the list \[\{\}\]; it must be a dict"),
      (lambda o, *rest: (o.astype(int), *rest), "observation is int64.2., but should be float32"),
      (lambda o, *rest: (o.astype(float), *rest),
       r"float64\[2\], but should be float32.*: return it with .astype\(np.float32\)"),
@@ -400,6 +401,15 @@ def test_an_observation_outside_its_space_is_named_once(space, inside, outside, 
         environments.step(np.zeros(2, int))
     (record,) = caplog.records
     assert re.search(f"environment 0 .*, step 2: {path} has numbers outside", record.getMessage())
+
+
+def test_of_several_processes_the_first_one_looks_for_observations_outside(monkeypatch):
+    def watches(name):
+        monkeypatch.setattr(multiprocessing.current_process(), "_name", name)
+        return Environments(Counter, 1, 0).watched_steps > 0
+
+    names = "MainProcess", "ForkServerProcess-1", "SpawnProcess-1:1", "ForkServerProcess-2"
+    assert list(map(watches, names)) == [True, True, True, False]
 
 
 @pytest.mark.parametrize(
