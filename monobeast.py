@@ -145,7 +145,7 @@ class AtariNet(nn.Module):
         super().__init__()
         self.image = nets.find_image(observation_space)
         if self.image is None:
-            raise ValueError("this net is for images of bytes, or of other bounded integers")
+            raise ValueError("frames are no image of np.uint8: convert them in create_env")
         self.num_actions = num_actions
         self.conv = nn.Sequential(
             CenteredConv2d(self.image.channels, 32, kernel_size=8, stride=4),

@@ -165,7 +165,7 @@ class AtariNet(nn.Module):
         super().__init__()
         self.image = nets.find_image(observation_space)
         if self.image is None:
-            raise ValueError("this net is for images of bytes, or of other bounded integers")
+            raise ValueError("frames are no image of np.uint8: convert them in create_env")
         self.num_actions = num_actions
         trunk = deep_trunk if model == "deep" else shallow_trunk
         self.conv = trunk(self.image.channels)

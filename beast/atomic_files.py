@@ -39,7 +39,7 @@ def replace_file(path, content):
 
 
 def set_aside(path, reason):
-    """Give a file that a run cannot go on with another name, so that nothing in it is lost."""
+    """Rename a file that the run cannot use to NAME.1 (or .2, ...), so that nothing is lost."""
     new = next(
         p for i in itertools.count(1) if not (p := path.with_name(f"{path.name}.{i}")).exists()
     )

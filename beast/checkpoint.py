@@ -189,7 +189,9 @@ def restore_weights(model, checkpoint, flags):
         if a != b
     ]
     if not lines:
-        model.load_state_dict({name: saved[plain_name(name)] for name in model.state_dict()})
+        weights = model.state_dict()  # which has the versions of modules, too
+        weights.update({name: saved[plain_name(name)] for name in weights})
+        model.load_state_dict(weights)
         return
     if len(lines) > 10:
         lines[10:] = [f"and {len(lines) - 10} more"]
@@ -302,6 +304,9 @@ class Writer:
 
         With several `skipped_in_a_row` nothing is written, since the model may have diverged,
         though no skipped update has changed it (in ppo.py only by its finite minibatches).
+
+        Raises:
+          FlagError: the checkpoint could not be loaded again; the one before stays.
         """
         if self._flags.disable_checkpoint:
             return

@@ -141,7 +141,7 @@ def keep_freed_memory():
     On a CPU this makes learning a fifth faster, and a third with large batches
     (benchmarks/README.md). To call before any thread is started: malloc gives the arena of a thread
     that has ended to the next one, a learner's, and only the first arena holds blocks above 64 MiB.
-    For glibc; else nothing.
+    For glibc only; a no-op elsewhere.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -164,7 +164,7 @@ def find_image(space, channels_last=None):
     """
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 3:
         return None
-    if space.dtype.kind not in "biu":
+    if space.dtype.kind not in "biu" or 0 in space.shape:
         return None
     first, middle, last = space.shape
     end, other = sorted((first, last))

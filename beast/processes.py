@@ -103,6 +103,7 @@ def lead_group():
 
     For processes that multiprocessing has started, and that may start others.
     """
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # which a background group gets for its output
     os.setpgid(0, 0)
     pipe = multiprocessing.parent_process().sentinel
     with contextlib.suppress(OSError):  # a sandbox may not know it: exit_with_parent is left then

@@ -241,7 +241,7 @@ def compare_code(path):
     ours = _name_code(sys.argv, _describe_git())
     if theirs != ours:
         logging.warning(
-            "%s is of another program, %s; this is %s, whose net or environment may differ",
+            "%s was written by %s; this is %s: its net or environment may differ",
             *(path, theirs, ours),
         )
 
