@@ -31,7 +31,10 @@ CATCH = "--env Catch --disable_cuda --num_actors 1 --envs_per_actor 4 --batch_si
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "options",
-    ["--kills 3 --learners 3 --program polybeast", "--kills 1 --learners 2 --target lighthouse"],
+    [
+        "--kills 3 --learners 3 --program polybeast",
+        pytest.param("--kills 1 --learners 2 --target lighthouse", marks=pytest.mark.long),
+    ],
 )
 def test_learners_stay_one_policy_whoever_is_killed(options):
     pytest.importorskip("torchft")

@@ -21,7 +21,7 @@ def test_training_survives_faults_names_them_and_leaves_nothing_behind(program, 
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("program", ["monobeast", "gala"])  # the campaign has all four
+@pytest.mark.parametrize("program", ["monobeast", pytest.param("gala", marks=pytest.mark.long)])
 def test_a_few_kills_at_random_moments_lose_nothing_that_was_saved(program):
     # It sees for itself that everything is as it should be.
     status, output = run(ROOT / "campaigns" / "preemption.py", "--kills 2 --program", program)

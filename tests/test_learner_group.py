@@ -33,7 +33,7 @@ TOLERANCES = {"small": (1e-9, 1e-9, 1e-9), "fp32": (3e-4, 1e-5, 1e-4), "bf16": N
 
 @pytest.mark.whole
 @pytest.mark.parametrize("program", ["monobeast", "polybeast"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_are_one_learner_with_their_batches(tmp_path, num_ranks, program):
     with Torchrun(num_ranks, "updates", tmp_path, program) as process:
         finish(process)

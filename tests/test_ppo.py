@@ -655,7 +655,8 @@ def test_logs_and_weights_do_not_depend_on_the_number_of_processes(tmp_path):
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("env", "arguments"),
-    [("CartPole-v1", "--penalty kl --use_gru"), ("Pendulum-v1", "--num_groups 2"),
+    [pytest.param("CartPole-v1", "--penalty kl --use_gru", marks=pytest.mark.long),
+     ("Pendulum-v1", "--num_groups 2"),
      ("PongNoFrameskip-v4", "--num_envs 8 --frame_size 42")],
 )  # fmt: skip
 def test_the_program_trains_resumes_evaluates_and_plays(tmp_path, env, arguments):

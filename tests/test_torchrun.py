@@ -25,7 +25,9 @@ from beast.flags import parse_flags
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("program", ["monobeast", "polybeast"])
+@pytest.mark.parametrize(
+    "program", ["monobeast", pytest.param("polybeast", marks=pytest.mark.long)]
+)
 def test_two_learners_train_resume_and_end_by_sigterm_as_one(tmp_path, program):
     with train(2, tmp_path, program, "--total_steps 20_000 --seed 3") as process:
         finish(process)
@@ -56,7 +58,9 @@ def descendants(pid):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("program", ["monobeast", "polybeast"])
+@pytest.mark.parametrize(
+    "program", ["monobeast", pytest.param("polybeast", marks=pytest.mark.long)]
+)
 def test_a_rank_without_batches_holds_nobody_up_and_takes_part_again_later(tmp_path, program):
     folder = tmp_path / "run"
 
@@ -100,18 +104,18 @@ def disturb(process, folder, how, victim):
 @pytest.mark.parametrize(
     ("how", "restarts", "program", "victim"),
     [
-        ("SIGKILL", 0, "monobeast", 0),
+        pytest.param("SIGKILL", 0, "monobeast", 0, marks=pytest.mark.long),
         ("SIGKILL", 1, "polybeast", 1),
-        ("SIGSTOP", 0, "polybeast", 0),
+        pytest.param("SIGSTOP", 0, "polybeast", 0, marks=pytest.mark.long),
         ("SIGSTOP", 1, "monobeast", 1),
         ("fail", 0, "monobeast", 1),
-        ("fail", 1, "polybeast", 0),
+        pytest.param("fail", 1, "polybeast", 0, marks=pytest.mark.long),
         ("cut", 0, "polybeast", 1),
-        ("cut", 1, "monobeast", 0),
-        ("SIGTERM", 0, "monobeast", 0),
+        pytest.param("cut", 1, "monobeast", 0, marks=pytest.mark.long),
+        pytest.param("SIGTERM", 0, "monobeast", 0, marks=pytest.mark.long),
         ("SIGTERM", 1, "polybeast", 1),
         ("torchrun SIGTERM", 0, "polybeast", 0),
-        ("torchrun SIGTERM", 1, "monobeast", 1),
+        pytest.param("torchrun SIGTERM", 1, "monobeast", 1, marks=pytest.mark.long),
         ("torchrun SIGKILL", 0, "monobeast", 0),
     ],
 )
@@ -236,7 +240,10 @@ def test_a_rank_that_differs_is_refused_with_both_values(tmp_path, other, messag
         ("SIGTERM", 1, 0, ""),
         ("torchrun SIGTERM", None, 1, ""),
         ("SIGKILL", 1, 1, "Signal 9 (SIGKILL)"),
-        ("SIGSTOP", 1, 1, "rank.py: another learner has ended, or has not answered for 20 s: see"),
+        pytest.param(
+            *("SIGSTOP", 1, 1, "another learner has ended, or has not answered for 20 s: see"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_rank_that_is_ended_or_stopped_at_the_start_ends_all(
