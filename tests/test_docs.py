@@ -14,7 +14,7 @@ from beast import queue_runs
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("benchmarks", "campaigns", "docs", "examples", "results")
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 PAGES += [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
 PROGRAMS = (
     "monobeast.py",
@@ -136,8 +136,17 @@ def test_every_page_is_in_the_index():
         assert page.name == "README.md" or f"({page.name})" in index
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().split()) <= 1600
+@pytest.mark.parametrize(
+    "page, limit", [("README.md", 900), ("CONTRIBUTING.md", 350), ("SECURITY.md", 900)]
+)
+def test_a_page_is_short(page, limit):
+    assert len((ROOT / page).read_text().split()) <= limit
+
+
+def test_docs_are_few_and_short():
+    pages = list((ROOT / "docs").glob("*.md"))
+    assert len(pages) <= 13
+    assert sum(len(page.read_text().split()) for page in pages) <= 9_000
 
 
 @pytest.mark.parametrize("name", ["monobeast", "polybeast", "polybeast_env", "ppo", "gala"])
