@@ -36,7 +36,7 @@ run.add_argument("--env", default="PongNoFrameskip-v4",
                  "Learners compare this name.")
 run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
                  help="What steps the games: one environment after the other, or ale-py's "
-                 "AtariVectorEnv, whose games differ a little (docs/ale_vector.md).")
+                 "AtariVectorEnv, whose games differ a little (docs/environment.md).")
 run.add_argument("--seed", type=non_negative(int),
                  help="Seed of the environments, where the learner gives none. By default a "
                  "random one.")

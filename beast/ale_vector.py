@@ -2,7 +2,7 @@
 """Turn N games of ale-py's AtariVectorEnv into the rows of a rollout: `--env_backend ale_vector`.
 
 libtorchbeast/rows.py describes a row. These games reset one step later, so that each end of an
-episode takes an extra row, `terminated` or `truncated`. docs/ale_vector.md lists how the games
+episode takes an extra row, `terminated` or `truncated`. docs/environment.md lists how the games
 differ from those of atari_wrappers.py.
 
 Two kinds of end are found here, as ale-py's own would not do. Its `episodic_life` resets the whole

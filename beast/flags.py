@@ -36,7 +36,7 @@ def add_run_flags(parser):
                      "else create_env makes.")
     run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
                      help="What steps the games in training: one environment after the other, or "
-                     "ale-py's AtariVectorEnv, whose games differ a little (docs/ale_vector.md) "
+                     "ale-py's AtariVectorEnv, whose games differ a little (docs/environment.md) "
                      "and for which create_env is not called; ppo.py and gala.py have gym alone. "
                      "--mode test always plays with gym.")
     run.add_argument("--xpid", type=folder_name, help="Name of the run; one that has a "

@@ -86,7 +86,7 @@ def _check_outputs(outputs, rows, action_space, where):
             f"for rows of T = {T}, B = {B} {where} chooses actions {list(action.shape)} of "
             f"{action.dtype}, but the environment takes {list(like.shape)} of {like.dtype} "
             "([T, B, parts], without parts where actions are Discrete): edit the net and the "
-            "losses (docs/action_spaces.md)"
+            "losses (docs/environment.md)"
         )
     if outputs["baseline"].shape != (T, B):
         raise FlagError(
