@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the diffs in examples/ and docs/ anew, for the programs as they are committed now.
+"""Make the diffs in examples/ anew, for the programs as they are committed now.
 
     python scripts/remake_diffs.py [FILE ...]
 
@@ -43,18 +43,12 @@ def remake(diff, clone):
 
 def main():
     files = [Path(name).resolve() for name in sys.argv[1:]]
-    files = files or [*ROOT.glob("examples/*.diff"), *ROOT.glob("docs/*.md")]
+    files = files or ROOT.glob("examples/*.diff")
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "clone"
         git(ROOT, "clone", "--quiet", "--shared", ".", clone)
         for file in files:
-            text = file.read_text()
-            if file.suffix == ".diff":
-                text = remake(text, clone)
-            else:
-                fence = re.compile(r"(?<=^```diff\n)(diff --git .*?)(?=^```$)", re.M | re.S)
-                text = fence.sub(lambda block: remake(block.group(), clone), text)
-            file.write_text(text)
+            file.write_text(remake(file.read_text(), clone))
 
 
 if __name__ == "__main__":
