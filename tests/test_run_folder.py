@@ -111,15 +111,15 @@ def test_a_run_of_another_program_or_commit_is_pointed_out(
     save(flags)
     open_folder(flags).close("ended")
     parse(tmp_path, "--xpid run --mode test")
-    assert "another program" not in caplog.text
+    assert "was written by" not in caplog.text
     monkeypatch.setattr(run_folder.sys, "argv", ["a/fork.py"])
     git = {"rev-parse": "0123456789", "status": " M fork.py\n?? notes"}
     monkeypatch.setattr(run_folder, "run_git", lambda *arguments: git[arguments[0]])
     if is_damaged:
         path.write_text("[]")
     parse(tmp_path, "--xpid run --mode test")
-    text = r"run is of another program, .* of (no )?commit.*; this is fork.py of commit 0123456 "
-    assert bool(re.search(rf"{text}with changes \( M fork.py\), whose", caplog.text)) != is_damaged
+    text = r"run was written by .* of (no )?commit.*; this is fork.py of commit 0123456 "
+    assert bool(re.search(rf"{text}with changes \( M fork.py\): its", caplog.text)) != is_damaged
 
 
 def test_latest_links_the_newest_run_and_spares_what_is_no_link(tmp_path, open_folder, caplog):
