@@ -11,6 +11,7 @@ from beast.errors import EnvError
 
 # Of spaces that another machine names: bytes of an observation, as of a message, and actions.
 MAX_BYTES, MAX_ACTIONS = 2**28, 2**20
+MAX_DEPTH = 32  # of nests, as in messages
 
 
 def _check_package(space, name):
@@ -163,11 +164,13 @@ def spaces_from_json(text):
     return observation_space, action_space, frame_skip
 
 
-def _size(d):
+def _size(d, depth=0):
     """Return of how many bytes a space, a dict for JSON, is; one-hot codes have one a number."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"they are more than {MAX_DEPTH} levels deep")
     if d["type"] in ("Dict", "Tuple"):
         spaces = d["spaces"]
-        return sum(_size(s[1] if d["type"] == "Dict" else s) for s in spaces)
+        return sum(_size(s[1] if d["type"] == "Dict" else s, depth + 1) for s in spaces)
     if d["type"] == "MultiDiscrete":
         return sum(np.ravel(d["nvec"]).tolist())
     size = d["shape"] if d["type"] == "Box" else d["n"]

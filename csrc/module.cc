@@ -212,14 +212,7 @@ py::dict query_server(const std::string& address, std::optional<int64_t> num_env
   result["stack_size"] = handshake.stack_size();
   result["env"] = handshake.env();
   if (!check.is_none()) {
-    const py::object checked = check(result);
-    Rollout::Ranges ranges;
-    try {
-      ranges = from_python(checked).dict();
-    } catch (const std::exception& error) {
-      throw RefusedError("refused: the environment server at " + address +
-                         " has spaces that cannot be used: " + error.what());
-    }
+    Rollout::Ranges ranges = from_python(check(result)).dict();
     NoGil no_gil;
     check_first_row(address, first, std::move(ranges));
   }
