@@ -32,10 +32,10 @@ import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from beast import checkpoint
 from beast.atomic_files import CSVFile, EventFile, LogHandler, replace_file, set_aside
 from beast.background_evaluation import BackgroundEvaluation
 from beast.checkpoint import BEST, NEWEST, run_path
+from beast.checkpoint_writer import Writer
 from beast.errors import FlagError
 from beast.processes import LOG_FORMAT
 
@@ -46,7 +46,7 @@ class RunFolder:
     On a wide terminal a progress bar shows every tick, elsewhere a plain line.
 
     Attributes:
-      checkpoints, evaluations: a checkpoint.Writer and a BackgroundEvaluation, once it is started.
+      checkpoints, evaluations: a Writer and a BackgroundEvaluation, once it is started.
     """
 
     def __init__(self, flags):
@@ -98,7 +98,7 @@ class RunFolder:
             raise FlagError(f"cannot use --savedir {self._flags.savedir}: {error}") from None
         if self._flags.wandb:
             self._start_wandb(step)
-        self.checkpoints = checkpoint.Writer(self._flags, learner)
+        self.checkpoints = Writer(self._flags, learner)
         self.evaluations = BackgroundEvaluation(self._flags, step)
 
     def log(self, step, metrics, line):

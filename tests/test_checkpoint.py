@@ -14,7 +14,8 @@ import pytest
 import torch
 from small_run import create_learner, create_parser, parse, save, update
 
-from beast import checkpoint, credentials
+from beast import checkpoint, checkpoint_writer, credentials
+from beast.checkpoint_writer import Writer
 from beast.errors import FlagError
 from beast.learner import Learner
 from beast.randomness import random_states
@@ -101,12 +102,24 @@ def learn_with_two_optimizers(learner):
     return [parameter.detach().clone() for parameter in learner.model.parameters()]
 
 
+def test_modules_that_read_old_versions_know_that_weights_are_of_this_one(tmp_path):
+    class Versioned(torch.nn.Linear):
+        _version = 3
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+            self.found = local_metadata.get("version")
+
+    net, flags = Versioned(1, 1), parse(tmp_path)
+    checkpoint.restore_weights(net, {"model_state_dict": dict(net.state_dict())}, flags)
+    assert net.found == 3
+
+
 def test_several_optimizers_of_a_learner_go_on_as_they_were(tmp_path):
     flags = parse(tmp_path)
     saved, learner = create_with_two_optimizers(flags), create_with_two_optimizers(flags)
     learn_with_two_optimizers(saved)
     checkpoint.run_path(flags).mkdir(parents=True)
-    checkpoint.Writer(flags, saved).save(saved)
+    Writer(flags, saved).save(saved)
     assert checkpoint.resume(flags, learner) and learner.learning_rate == 0.5 * 0.9
     other = create_with_two_optimizers(flags)
     other.load_state(copy.deepcopy(saved.state()))  # as of another rank
@@ -165,7 +178,7 @@ def test_a_checkpoint_that_holds_code_is_refused_and_the_code_does_not_run(
         assert text in str(error.value)
     assert "weights_only" not in str(error.value)  # PyTorch's advice how to run it
     path = path.rename(path.with_name("best.tar"))  # which costs a run only the comparison with it
-    checkpoint.Writer(flags, create_learner(flags))
+    Writer(flags, create_learner(flags))
     assert re.search(r"best.tar: .* holds code", caplog.text)
     assert not (tmp_path / "evil").exists()
     torch.load(path.with_name("best.tar.1"), weights_only=False)  # which would have run it
@@ -242,7 +255,7 @@ def test_a_best_checkpoint_that_is_damaged_is_set_aside(tmp_path, caplog):
     content = torch.load(tmp_path / "run" / "model.tar", weights_only=True)
     torch.save(content | {"stats": {"step": 200}}, file)
     before = file.read_bytes()
-    writer = checkpoint.Writer(flags, learner)
+    writer = Writer(flags, learner)
     assert "best.tar is now best.tar.1: cannot use the checkpoint" in caplog.text
     update(learner, [1.0])
     writer.save(learner)
@@ -318,7 +331,7 @@ def test_the_best_checkpoint_has_the_highest_mean_return_also_after_resuming(tmp
     flags, path = parse(tmp_path), tmp_path / "run" / "best.tar"
     path.parent.mkdir()
     learner = create_learner(flags)
-    writer = checkpoint.Writer(flags, learner)
+    writer = Writer(flags, learner)
     play_and_save(writer, learner, [])
     assert not path.exists()  # no game has ended
     play_and_save(writer, learner, [5.0])
@@ -332,7 +345,7 @@ def test_the_best_checkpoint_has_the_highest_mean_return_also_after_resuming(tmp
 
     learner = create_learner(flags)
     checkpoint.resume(flags, learner)
-    writer = checkpoint.Writer(flags, learner)
+    writer = Writer(flags, learner)
     play_and_save(writer, learner, [0.0])
     assert saved_step(flags, "best.tar") == 400
     play_and_save(writer, learner, [1.0] * 99)
@@ -342,16 +355,16 @@ def test_the_best_checkpoint_has_the_highest_mean_return_also_after_resuming(tmp
 def test_the_best_checkpoint_is_compared_with_the_best_one_not_with_the_last_one(
     tmp_path, monkeypatch
 ):
-    flags, written, replace_file = parse(tmp_path), [], checkpoint.replace_file
+    flags, written, replace_file = parse(tmp_path), [], checkpoint_writer.replace_file
 
     def write(path, content):
         replace_file(path, content)
         written.append(path.name)
 
-    monkeypatch.setattr(checkpoint, "replace_file", write)
+    monkeypatch.setattr(checkpoint_writer, "replace_file", write)
     (tmp_path / "run").mkdir()
     learner = create_learner(flags)
-    writer = checkpoint.Writer(flags, learner)
+    writer = Writer(flags, learner)
     for mean, best in ((5.0, 100), (3.0, 100), (4.0, 100), (6.0, 400)):
         update(learner)
         learner.stats["game_returns"] = [mean] * 100
@@ -364,10 +377,10 @@ def test_the_best_checkpoint_is_compared_with_the_best_one_not_with_the_last_one
 def test_the_interval_counts_from_one_file_on_the_disk_to_the_next(tmp_path, monkeypatch):
     flags, now = parse(tmp_path, "--xpid run --checkpoint_interval_s 10"), [100.0]
     clock = types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0)
-    monkeypatch.setattr(checkpoint, "time", clock)
+    monkeypatch.setattr(checkpoint_writer, "time", clock)
     learner = create_learner(flags)
-    writer = checkpoint.Writer(flags, learner)
-    monkeypatch.setattr(checkpoint, "replace_file", lambda *_: now.insert(0, now[0] + 3))
+    writer = Writer(flags, learner)
+    monkeypatch.setattr(checkpoint_writer, "replace_file", lambda *_: now.insert(0, now[0] + 3))
     writer.save(learner)  # as slowly the next time: at 107, to be there at 110
     assert not writer.are_due(within=3) and writer.are_due(within=5)
 
@@ -386,7 +399,7 @@ def test_a_checkpoint_does_not_choose_which_secret_is_sent(tmp_path):
 def test_no_checkpoint_is_written_while_updates_are_not_finite(tmp_path, caplog):
     flags = parse(tmp_path)
     learner = save(flags)
-    writer = checkpoint.Writer(flags, learner)
+    writer = Writer(flags, learner)
     update(learner)
     learner.stats["skipped_in_a_row"] = 3
     writer.save(learner)
@@ -411,9 +424,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_and_says_whic
         raise OSError(28, "No space left")
 
     flags = parse(tmp_path)
-    new, resumed = checkpoint.Writer(flags, create_learner(flags)), save(flags)
-    writers = (new, "there is none"), (checkpoint.Writer(flags, resumed), "that of step 200 stays")
-    monkeypatch.setattr(checkpoint, "replace_file", fail)
+    new, resumed = Writer(flags, create_learner(flags)), save(flags)
+    writers = (new, "there is none"), (Writer(flags, resumed), "that of step 200 stays")
+    monkeypatch.setattr(checkpoint_writer, "replace_file", fail)
     for writer, what in writers:
         writer.save(resumed)
         assert writer.failure.endswith(f"of step 200 could not be written (No space left): {what}")
@@ -432,9 +445,11 @@ def test_other_processes_hold_still_while_a_checkpoint_is_packed_not_while_it_is
         events.append("go on")
 
     learner.hold = hold
-    monkeypatch.setattr(checkpoint, "pack", lambda *args: events.append("pack") or pack(*args))
-    monkeypatch.setattr(checkpoint, "replace_file", lambda *_: events.append("write"))
-    checkpoint.Writer(flags, learner).save(learner)
+    monkeypatch.setattr(
+        checkpoint_writer, "pack", lambda *args: events.append("pack") or pack(*args)
+    )
+    monkeypatch.setattr(checkpoint_writer, "replace_file", lambda *_: events.append("write"))
+    Writer(flags, learner).save(learner)
     assert events == ["hold", "pack", "go on", "write"]
 
 
@@ -442,7 +457,7 @@ def test_the_lock_is_free_while_the_disk_is_written_to(tmp_path):
     flags = parse(tmp_path)
     (tmp_path / "run").mkdir()
     learner = create_learner(flags, size=50_000)  # more than a pipe holds
-    writer = checkpoint.Writer(flags, learner)
+    writer = Writer(flags, learner)
     os.mkfifo(tmp_path / "run" / "model.tar.tmp")  # which is written at the reader's pace
     thread = threading.Thread(target=writer.save, args=(learner,), daemon=True)
     thread.start()
@@ -460,7 +475,7 @@ def test_a_checkpoint_is_due_once_an_interval(tmp_path, seconds, is_due):
     flags = parse(tmp_path, f"--xpid run --checkpoint_interval_s {seconds}")
     (tmp_path / "run").mkdir()
     learner = create_learner(flags)
-    writer = checkpoint.Writer(flags, learner)
+    writer = Writer(flags, learner)
     assert writer.are_due(within=5) == is_due
     writer.save(learner)
     assert writer.are_due(within=5) == is_due

@@ -13,6 +13,7 @@ from small_run import parse
 import monobeast
 import polybeast
 from beast import checkpoint
+from beast.checkpoint_writer import Writer
 from beast.environments import map_nest
 from beast.learner import Learner
 from beast.weights import LocalWeights
@@ -99,7 +100,7 @@ def test_a_resumed_learner_goes_on_as_an_uninterrupted_one(number, tmp_path):
     learner, resumed, unclipped = create_learner(), create_learner(), create_learner()
     learn(learner, flags, 1, 2)
     checkpoint.run_path(flags).mkdir(parents=True)
-    checkpoint.Writer(flags, learner).save(learner)
+    Writer(flags, learner).save(learner)
     assert checkpoint.resume(flags, resumed)
     metrics = learn(learner, flags, 3, 4)
     assert learn(resumed, flags, 3, 4) == metrics

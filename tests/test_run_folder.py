@@ -13,6 +13,7 @@ from small_run import create_learner, parse, save, update
 from test_atomic_files import fill
 
 from beast import checkpoint, run_folder
+from beast.checkpoint_writer import Writer
 from beast.errors import FlagError
 from beast.run_folder import RunFolder
 
@@ -150,7 +151,7 @@ def test_a_full_disk_tears_no_file_and_the_run_continues_and_says_so(
     caplog.set_level(logging.INFO)
     flags, path = parse(small_disk), small_disk / "run"
     folder, learner = open_folder(flags), create_learner(flags)
-    writer = checkpoint.Writer(flags, learner)
+    writer = Writer(flags, learner)
     folder.log(100, {"loss": 1.0}, "a line")
     update(learner, [1.0])
     writer.save(learner)

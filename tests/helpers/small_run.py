@@ -4,6 +4,7 @@
 import torch
 
 from beast import checkpoint
+from beast.checkpoint_writer import Writer
 from beast.flags import add_learner_flags, add_run_flags, parse_flags
 from beast.learner import Batch, Learner
 from beast.parser import Parser
@@ -60,5 +61,5 @@ def save(flags, num_updates=2):
     """Write a checkpoint of a run that has learned; return its learner."""
     learner = create_learner(flags, num_updates)
     checkpoint.run_path(flags).mkdir(parents=True, exist_ok=True)
-    checkpoint.Writer(flags, learner).save(learner)
+    Writer(flags, learner).save(learner)
     return learner
