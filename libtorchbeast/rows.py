@@ -156,9 +156,10 @@ def read_step(reward, terminated, truncated, info):
       ValueError: one of them is something else, or the reward is not finite as a float32.
     """
     try:
-        if isinstance(reward, str):
+        number = reward.item() if hasattr(reward, "item") else reward
+        if isinstance(number, (str, bytes)):  # which float would read
             raise TypeError("it is no number")
-        number = float(reward.item() if hasattr(reward, "item") else reward)
+        number = float(number)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"the reward is {reward!r:.100}: {error}") from None
     if not abs(number) <= MAX_REWARD:

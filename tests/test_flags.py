@@ -67,6 +67,19 @@ def test_a_flag_that_cannot_be_is_refused_in_one_line(program, capsys, arguments
     assert line.startswith(f"{program.__name__}.py: ") and "--help" in line
 
 
+@pytest.mark.parametrize(("has_gpu", "words"), [(True, "--disable_cuda"), (False, ""), (True, "")])
+def test_a_learner_on_the_cpu_keeps_freed_memory(monkeypatch, has_gpu, words):
+    kept = []
+    monkeypatch.setattr(sys, "argv", ["a/program.py", *words.split()])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    monkeypatch.setattr("beast.flags.keep_freed_memory", lambda: kept.append(True))
+    for name in ("start_logging", "exit_on_signals"):
+        monkeypatch.setattr(f"beast.flags.{name}", lambda *_: None)
+    with pytest.raises(SystemExit):
+        run_program(lambda: 0)
+    assert bool(kept) == (bool(words) or not has_gpu)
+
+
 @pytest.mark.parametrize("is_own", [False, True])
 def test_an_error_in_code_of_a_users_own_is_shown_above_the_line(monkeypatch, is_own):
     monkeypatch.setattr(sys, "argv", ["a/program.py"])

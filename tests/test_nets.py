@@ -313,6 +313,10 @@ def test_channels_are_the_odd_side_or_the_clearly_shorter_end_and_else_asked_for
         assert find_image(space, channels_last=False)[:3] == shape
 
 
+def test_what_has_no_pixels_is_no_image():
+    assert find_image(gym.spaces.Box(0, 255, (0, 84, 84), np.uint8)) is None
+
+
 @pytest.mark.parametrize(
     ("low", "high", "dtype", "scale"),
     [(0, 255, np.uint8, 255), (0, 1, bool, 1), (0, 1, np.uint8, 1), (0, 65535, np.uint16, 65535),
