@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from ale_py.vector_env import AtariVectorEnv
 from program import ROOT, column, load, read_rows, run
-from test_atari_wrappers import parse
 
 import atari_wrappers
+import monobeast
 from beast.ale_vector import AtariEnvironments
 from beast.environments import Environments, map_nest
 from beast.errors import EnvError
@@ -32,7 +32,7 @@ gym.register("Hard-v0", "ale_py.env:AtariEnv", kwargs={"game": "pong", "difficul
 
 def make_flags(arguments):
     """Return the flags in `arguments`, which begin with the environment."""
-    return parse("--env", *arguments.split())
+    return monobeast.parser.parse_args(["--env", *arguments.split()])
 
 
 @contextlib.contextmanager

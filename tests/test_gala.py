@@ -21,7 +21,7 @@ import small_run
 import torch
 from deadline import wait_until
 from program import HELPERS, ROOT, Program, column, last_step, load, read_rows, run
-from test_ppo import Table, make_rows
+from table import Table, make_rows
 
 import beast.agents
 import gala

@@ -12,10 +12,9 @@ import subprocess
 import threading
 import time
 
-import gymnasium as gym
 import numpy as np
 import pytest
-from catch_env import Catch, Counter
+from catch_env import Catch, Counter, Mixed
 from program import HELPERS, ROOT, Program, shared_memory, wait_until
 
 from beast import parallel_environments
@@ -26,31 +25,6 @@ from beast.parallel_environments import ParallelEnvironments, Process
 from libtorchbeast.rows import draw_seeds
 
 SEEDS = draw_seeds([3, 1], 5)
-
-
-class Mixed(gym.Wrapper):
-    """Catch whose observations are dicts, of a random length, ended or cut; games of two lives."""
-
-    def __init__(self):
-        super().__init__(Catch())
-        board = self.env.observation_space
-        self.observation_space = gym.spaces.Dict(
-            {"board": board, "more": gym.spaces.Tuple([gym.spaces.Box(0, 1, (2,), np.float32)])}
-        )
-        self.lives = 0
-
-    def reset(self, **kwargs):
-        board, info = self.env.reset(**kwargs)
-        self.lives = (self.lives + 1) % 2
-        return self._observe(board), info
-
-    def step(self, action):
-        board, reward, terminated, _, info = self.env.step(action)
-        truncated = bool(self.np_random.random() < 0.1)
-        return self._observe(board), reward, terminated, truncated, info | {"game_over": self.lives}
-
-    def _observe(self, board):
-        return {"board": board, "more": (self.np_random.random(2, np.float32),)}
 
 
 class Gated(Catch):
