@@ -159,7 +159,7 @@ def mix_for_ever(mailboxes, agent, model, spreads, mixes):
         assert spreads[agent] == 0
 
 
-def test_processes_agree_within_what_they_began_with_and_one_is_killed():
+def test_processes_agree_though_one_is_killed():
     """Each number of a message is the same, so that one of two messages would show."""
 
     def values():
@@ -220,7 +220,7 @@ def test_agents_stay_within_the_bound_of_proposition_1(n):
     assert max(ratios) > 0.2  # or the bound would say nothing
 
 
-def test_gradients_of_peers_are_distinguished_from_those_of_others():
+def test_peers_gradients_are_distinguished_from_others():
     models = make_models(4, size=2)
     # Of 0 and 2 alike, and of 1 and 3, which are no peers; 60 degrees between the two pairs.
     gradients = torch.tensor([[1, 0], [1, 3**0.5], [3, 0], [2, 2 * 3**0.5]])
@@ -272,7 +272,7 @@ def test_the_loss_is_that_of_a2c_by_definition():
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-def test_the_baseline_does_not_shape_what_the_policy_makes_of_vectors():
+def test_the_baseline_does_not_shape_the_policys_features():
     net = gala.Net(gym.spaces.Box(-1, 1, (4,)), 2)
     net({"frame": torch.randn(5, 3, 4)}, ())[0]["baseline"].sum().backward()
     assert all(p.grad is None for p in net.trunk.parameters())
@@ -310,7 +310,7 @@ def learn_with_averages(agent, rows, path):
     return learn_five_times(parse("--exchange allreduce"), rows)
 
 
-def test_agents_with_averaged_gradients_are_one_with_all_environments(tmp_path):
+def test_averaged_gradients_are_those_of_all_environments(tmp_path):
     model, flags = Table(), parse()
     rows = make_rows(model)
     for name in ("truncated", "terminated", "done"):
@@ -346,7 +346,7 @@ def test_parameters_without_a_gradient_stay_as_they_are(monkeypatch, exchange):
 
 
 @pytest.mark.parametrize("exchange", ["gossip", "allreduce"])
-def test_a_metric_that_is_not_finite_costs_the_step_of_all_agents(monkeypatch, exchange):
+def test_a_metric_that_is_not_finite_costs_all_agents_the_step(monkeypatch, exchange):
     sums = []
     monkeypatch.setattr(gala.dist, "all_reduce", lambda x: sums.append(x.clone()))
     monkeypatch.setattr(gala.dist, "get_world_size", lambda: 1)
@@ -366,7 +366,7 @@ def test_a_metric_that_is_not_finite_costs_the_step_of_all_agents(monkeypatch, e
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
-def test_bad_updates_end_no_run_and_are_saved_only_beside_good_ones(tmp_path, is_saved):
+def test_bad_updates_end_no_run_and_are_saved_beside_good_ones(tmp_path, is_saved):
     flags = small_run.parse(tmp_path)
     learner, bad = small_run.create_learner(flags), {"steps": 1.0, "update_norm": math.nan}
     updates = [(0, bad, small_run.create_batch())] * (2 * MAX_SKIPPED)
@@ -425,7 +425,7 @@ def test_the_agent_asked_for_plays_or_that_with_the_best_returns(monkeypatch, wo
     assert population({"frame": torch.zeros(1, 1, 4)}, ())[0]["action"] == plays
 
 
-def test_max_staleness_waits_for_a_message_after_so_many_updates_without():
+def test_max_staleness_waits_for_a_message():
     models, waits = make_models(2), []
     mailboxes = make_mailboxes("ring", models)
 
@@ -473,7 +473,7 @@ def test_in_step_an_agent_mixes_what_is_as_old_as_the_delay(delay):
     assert len(versions) == 3
 
 
-def test_an_agent_with_too_many_updates_that_are_not_finite_ends_and_gives_all_their_rows():
+def test_too_many_updates_that_are_not_finite_end_an_agent():
     near, far = multiprocessing.Pipe()
     limits = torch.full((2,), 2**62)
     link = AgentLink(0, [1], False, far, torch.zeros(1, dtype=torch.int64), limits, torch.zeros(1))
@@ -540,12 +540,12 @@ def test_a_replacement_begins_with_the_weights_of_an_in_peer(is_replacement):
     assert bias == pytest.approx(1 if is_replacement else 2, abs=1e-3)
 
 
-def test_an_agent_sends_its_weights_as_they_are_before_it_mixes_them():
+def test_an_agent_sends_its_weights_before_it_mixes_them():
     _, sent, own = learn_once(1, has_news=True)
     assert (sent, own) == pytest.approx((2, 1.5), abs=1e-3)
 
 
-def test_agents_play_other_games_than_each_other_and_than_those_before(monkeypatch):
+def test_each_agent_plays_games_of_its_own_and_new_ones(monkeypatch):
     monkeypatch.setattr(beast.agents, "start_process", lambda process, name: None)
     monkeypatch.setattr(Agents, "close", lambda self: None)
     seeds = []
@@ -567,7 +567,7 @@ def wait_for_the_end(flags, link):
 
 
 @pytest.mark.parametrize("in_step", [False, True])
-def test_agents_that_have_not_made_an_update_do_not_delay_the_end(in_step, caplog):
+def test_agents_without_an_update_do_not_delay_the_end(in_step, caplog):
     context = multiprocessing.get_context("forkserver")
     flags = parse("--num_agents 2 --seed 1")
     agents = Agents(flags, [[], []], context, wait_for_the_end, (), in_step, 0)
@@ -581,7 +581,7 @@ def test_agents_that_have_not_made_an_update_do_not_delay_the_end(in_step, caplo
     assert not caplog.records  # none was killed as silent
 
 
-def test_signals_are_handled_while_a_process_waits_for_the_imports_of_the_fork_server(monkeypatch):
+def test_signals_are_handled_while_the_fork_server_imports(monkeypatch):
     blocked, context = [], multiprocessing.get_context("forkserver")
     read = multiprocessing.forkserver.read_signed
     masks = lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [])  # noqa: E731
@@ -609,32 +609,127 @@ def agents_of(folder):
     return agents
 
 
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory):
+    """Return the arguments of a run of Gate-v0, its environ, and a function that runs it on.
+
+    That one starts the program and calls `act` once it has made 1,000 steps of its own.
+    """
+    savedir = tmp_path_factory.mktemp("gate")
+    environ = {"GATE": str(savedir / "gate"), "PYTHONPATH": str(HELPERS)}
+    arguments, folder = arguments_of(savedir, "gate:Gate-v0"), savedir / "run"
+
+    def go_on(act, *options):
+        for path in savedir.glob("gate*"):
+            path.unlink()
+        with Program(SCRIPT, arguments, "--total_steps 10_000_000", *options, **environ) as program:
+            step = max(0, last_step(folder))
+            program.wait_until(lambda: last_step(folder) > step + 1000)
+            act(program, savedir / "gate")
+            status, output = program.end()
+            program.wait_for_members()
+        return status, output
+
+    return types.SimpleNamespace(
+        savedir=savedir, folder=folder, arguments=arguments, environ=environ, go_on=go_on
+    )
+
+
+def wait_for_steps(program, folder, count=1000):
+    step = last_step(folder)
+    program.wait_until(lambda: last_step(folder) > step + count)
+
+
+def stands_still(folder):
+    """Return whether two rows in a row are without a step."""
+    steps = [row["step"] for row in read_rows(folder)[-2:]]
+    return len(steps) == 2 and len(set(steps)) == 1
+
+
+@pytest.fixture(scope="module")
+def gossiped(gate):
+    """What happened in a run with gossip, of which an agent stood still, and another was killed."""
+
+    def act(program, path):
+        path.touch()
+        wait_for_steps(program, gate.folder, 2000)
+        path.unlink()
+        wait_for_steps(program, gate.folder)
+        owner = int(path.with_suffix(".owner").read_text())
+        # The fork server was started first.
+        os.kill(max({*program.members("forkserver")} - {owner}), signal.SIGKILL)
+        program.wait_until(lambda: "died and is replaced" in program.output)
+        wait_for_steps(program, gate.folder, 2000)
+        path.touch()  # it does not hold up the end for long
+        os.kill(program.pid, signal.SIGTERM)
+
+    status, output = gate.go_on(act, "--seed 1")
+    return types.SimpleNamespace(
+        status=status, output=output, saved=load(gate.folder / "model.tar"),
+        agents=agents_of(gate.savedir), rows=read_rows(gate.folder),
+    )  # fmt: skip
+
+
 @pytest.mark.whole
-def test_the_program_trains_resumes_evaluates_and_plays(tmp_path):
-    folder = tmp_path / "run"
-    status, output = run(SCRIPT, arguments_of(tmp_path), "--total_steps 5_000 --seed 1")
-    assert status == 0, output
-    step, first = last_step(folder), agents_of(tmp_path)
-    games = load(folder / "model.tar")["stats"]["games_of_agents"]
+def test_gossip_goes_on_without_an_agent_that_hangs_or_dies(gossiped):
+    assert gossiped.status == 128 + signal.SIGTERM, gossiped.output
+    saved, last = gossiped.saved, gossiped.rows[-1]
+    assert saved["step"] == int(last["step"]) and not equal(*gossiped.agents[:2])
+    assert all(agent["policy.bias"].any() for agent in gossiped.agents)  # zeros at first
+    assert saved["optimizer_state_dict"]["state"][0]["square_avg"].any()
+    assert float(last["consensus_distance"]) > 0 and last["return_0"] and last["return_2"]
+    games = saved["stats"]["games_of_agents"]
     assert len(games) == 3 and all(games)
-    assert step >= 5000 and not equal(first[0], first[1])
-    rows = read_rows(folder)[-1]
-    assert float(rows["consensus_distance"]) > 0 and rows["return_0"] and rows["return_2"]
-    again = "--total_steps 10_000_000 --eval_interval 4000 --num_episodes 2"
-    with Program(SCRIPT, arguments_of(tmp_path), again) as program:
-        program.wait_until(lambda: any(r.get("eval_return_mean") for r in read_rows(folder)))
+
+
+@pytest.mark.whole
+def test_allreduce_waits_for_agents_and_is_resumed_and_played(gate, gossiped):
+    """Agents that gossip has left different become equal; also those that differ by an update."""
+    folder = gate.folder
+
+    def evaluate_and_kill(program, path):
+        program.wait_until(lambda: program.members("--end_with_stdin"))
+        path.touch()  # so that the evaluation has a core
+        program.wait_until(lambda: column(read_rows(folder), "eval_return_mean"))
+        program.wait_until(lambda: stands_still(folder))
+        path.unlink()
+        wait_for_steps(program, folder)
+        os.kill(max(program.members("forkserver")), signal.SIGKILL)
+
+    def interrupt(program, path):
+        path.touch()
+        program.wait_until(lambda: stands_still(folder))  # else it could end in time
         os.kill(program.pid, signal.SIGINT)
-        status, output = program.end()
-        program.wait_for_members()
-    assert status == 130 and f"Resuming {folder} at step {step:,}" in output
+
+    count, exchange = len(gossiped.rows), "--exchange allreduce"
+    more = f"{exchange} --eval_interval 1000 --num_episodes 2"
+    status, output = gate.go_on(evaluate_and_kill, more)
+    assert status == 1 and "cannot go on without it" in output, output
+    assert f"Resuming {folder} at step {gossiped.saved['step']:,}" in output
+    rows = read_rows(folder)[count:]
+    assert max(column(rows, "consensus_distance")) < 1e-4
+    assert not column(rows, "gradient_cosine_peers")
+    # Those from before the run was resumed count on.
+    before, after = (
+        x["stats"]["games_of_agents"] for x in (gossiped.saved, load(folder / "model.tar"))
+    )
+    for one, other in zip(before, after, strict=True):
+        assert len(other) == 100 or other[: len(one)] == one
+
+    status, output = gate.go_on(interrupt, exchange, "--eval_interval 0")
+    assert status == 128 + signal.SIGINT, output
+    assert "have not finished their last update" in output
     saved = load(folder / "model.tar")
     assert saved["step"] == last_step(folder)
-    # Those from before the run was resumed count on.
-    for before, after in zip(games, saved["stats"]["games_of_agents"], strict=True):
-        assert len(after) == 100 or after[: len(before)] == before
-    assert saved["optimizer_state_dict"]["state"][0]["square_avg"].any()
-    mode = f"--mode test --num_episodes 2 --xpid run --savedir {tmp_path} --agent 1"
-    status, output = run(SCRIPT, mode)
+    total = f"--total_steps {saved['step'] + 500}"
+    status, output = run(SCRIPT, gate.arguments, exchange, total, **gate.environ)
+    assert status == 0 and last_step(folder) >= saved["step"] + 500, output
+    first, *others = agents_of(gate.savedir)
+    assert all(equal(first, other) for other in others)
+    assert float(read_rows(folder)[-1]["consensus_distance"]) < 1e-4
+
+    mode = "--mode test --num_episodes 2 --agent 1"
+    status, output = run(SCRIPT, gate.arguments, exchange, mode, **gate.environ)
     assert status == 0 and "2 games: mean return" in output, output
     assert "at once, agent 1" in output  # who plays
 
@@ -645,10 +740,17 @@ def test_agents_go_on_with_what_each_of_them_had_learned(tmp_path):
         saved = load(tmp_path / "run" / "model.tar")["optimizer_state_dict"]["state"]
         return [saved[i]["square_avg"] for i in sorted(saved)]
 
+    def check_distance():
+        weights = torch.stack([torch.cat([w.flatten() for w in x.values()]) for x in agents])
+        apart, rows = (weights - weights.mean(0)).norm().item(), read_rows(tmp_path / "run")
+        assert column(rows, "consensus_distance")[-1] == pytest.approx(apart, rel=1e-3, abs=1e-4)
+        assert apart > 0.01 and not column(rows, "gradient_cosine_peers")
+
     arguments = arguments_of(tmp_path) + " --exchange none --total_steps"
-    status, output = run(SCRIPT, arguments, 4000)
+    status, output = run(SCRIPT, arguments, 2000)
     assert status == 0, output
     agents, squares = agents_of(tmp_path), states()
+    check_distance()
     more = last_step(tmp_path / "run") + 100
     # In step, so that no agent makes more updates than others: two to come to `more`, two ahead.
     status, output = run(SCRIPT, arguments, more, "--learning_rate 1e-12 --deterministic")
@@ -657,6 +759,7 @@ def test_agents_go_on_with_what_each_of_them_had_learned(tmp_path):
     for before, after in zip(agents, agents_of(tmp_path), strict=True):
         for name, weight in before.items():
             torch.testing.assert_close(weight, after[name], rtol=0, atol=1e-6)
+    check_distance()
     n = len(squares) // 3
     assert not torch.equal(squares[0], squares[n])
     for before, after in zip(squares, states(), strict=True):
@@ -675,126 +778,47 @@ def test_agents_learn(tmp_path):
     assert min(returns[f"return_{agent}"] for agent in range(3)) > 60, returns
 
 
-@pytest.mark.long
-def test_twenty_agents_start(tmp_path):
+@pytest.mark.whole
+def test_twenty_agents_start():
     """A process can be sent 256 file descriptors: not one for each tensor of each agent."""
-    status, output = run(SCRIPT, arguments_of(tmp_path), "--num_agents 20 --total_steps 1000")
-    assert status == 0, output
-    assert len(agents_of(tmp_path)) == 20
+    net, _ = create_net(gala.Net, gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2))
+    population = Population(net, 20)
+    optimizer = gala.create_optimizer(parse(), population)
+    memory = AgentMemory(population, optimizer, [[(agent - 1) % 20] for agent in range(20)])
+    process = multiprocessing.get_context("forkserver").Process(target=id, args=(memory,))
+    start_process(process, "one")
+    end_process(process, 60)
+    assert process.exitcode == 0
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    ("env", "exchange"),
-    [
-        pytest.param("PongNoFrameskip-v4", "gossip", marks=pytest.mark.long),
-        ("CartPole-v1", "allreduce"),
-    ],
-)
-def test_one_agent_learns_alone(tmp_path, env, exchange):
-    options = f"--num_agents 1 --exchange {exchange} --total_steps 1000"
+    ("env", "options"),
+    [("PongNoFrameskip-v4", "gossip --envs_per_agent 2 --frame_size 42"),
+     ("CartPole-v1", "allreduce")],
+)  # fmt: skip
+def test_one_agent_learns_alone(tmp_path, env, options):
+    options = f"--num_agents 1 --total_steps 200 --exchange {options}"
     status, output = run(SCRIPT, arguments_of(tmp_path, env), options)
     assert status == 0, output
-    assert len(agents_of(tmp_path)) == 1 and last_step(tmp_path / "run") >= 1000
+    assert len(agents_of(tmp_path)) == 1 and last_step(tmp_path / "run") >= 200
     assert float(read_rows(tmp_path / "run")[-1]["consensus_distance"]) == 0
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("exchange", ["allreduce", "none"])
-def test_without_gossip_weights_are_equal_or_as_far_apart_as_the_log_says(tmp_path, exchange):
-    for total in (3000, 6000):  # the second one resumes the first
-        arguments = f"--exchange {exchange} --total_steps {total}"
-        status, output = run(SCRIPT, arguments_of(tmp_path), arguments)
-        assert status == 0, output
-        agents, rows = agents_of(tmp_path), read_rows(tmp_path / "run")
-        weights = torch.stack([torch.cat([w.flatten() for w in x.values()]) for x in agents])
-        apart = (weights - weights.mean(0)).norm().item()
-        assert column(rows, "consensus_distance")[-1] == pytest.approx(apart, rel=1e-3, abs=1e-4)
-        assert not column(rows, "gradient_cosine_peers")
-        if exchange == "allreduce":
-            assert equal(agents[0], agents[1]) and equal(agents[0], agents[2])
-            assert max(column(rows, "consensus_distance")) < 1e-4
-        else:
-            assert apart > 0.01
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("delay", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_runs_in_step_are_the_same(tmp_path, delay):
-    for total in (6000, 10_000):  # the second one resumes the first
+def test_runs_in_step_are_the_same(tmp_path):
+    for delay, total in ((1, 2000), (0, 4000)):  # the second one resumes the first
         found = []
         for name in ("one", "other"):
+            folder = tmp_path / name / "run"
             options = f"--deterministic --message_delay {delay} --seed 7 --total_steps {total}"
+            count = len(read_rows(folder))
             status, output = run(SCRIPT, arguments_of(tmp_path / name), options)
             assert status == 0, output
-            found.append((agents_of(tmp_path / name), last_step(tmp_path / name / "run")))
-            rows = read_rows(tmp_path / name / "run")[1:]
+            found.append((agents_of(tmp_path / name), last_step(folder)))
+            rows = read_rows(folder)[count:]
             apart = [(float(r["consensus_distance"]), float(r["consensus_bound"])) for r in rows]
-            assert delay or all(0 < distance <= bound for distance, bound in apart)
+            assert delay or len(apart) > 1 and all(0 < x <= bound for x, bound in apart)
         assert found[0][1] == found[1][1]
         assert all(equal(*pair) for pair in zip(found[0][0], found[1][0], strict=True))
         assert not equal(found[0][0][0], found[0][0][1])
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("exchange", ["gossip", pytest.param("allreduce", marks=pytest.mark.long)])
-def test_an_agent_that_stands_still_holds_others_up_only_with_allreduce(tmp_path, exchange):
-    gate, folder = tmp_path / "gate", tmp_path / "run"
-    options = f"--exchange {exchange} --total_steps 100_000_000"
-    environ = {"GATE": str(gate), "PYTHONPATH": str(HELPERS)}
-    with Program(SCRIPT, arguments_of(tmp_path, "gate:Gate-v0"), options, **environ) as program:
-        program.wait_until(lambda: last_step(folder) > 2000)
-        gate.touch()
-
-        # Two rows in a row without a step: the others wait.
-        def stand_still():
-            steps = [row["step"] for row in read_rows(folder)[-2:]]
-            return len(set(steps)) == 1
-
-        if exchange == "gossip":
-            step = last_step(folder)
-            program.wait_until(lambda: last_step(folder) > step + 4000)
-        else:
-            program.wait_until(stand_still)
-        gate.unlink()
-        step = last_step(folder)
-        program.wait_until(lambda: last_step(folder) > step + 2000)
-        gate.touch()  # it does not hold up the end for long, even where the others wait for it
-        if exchange == "allreduce":  # an agent that has not come to the gate could end in time
-            program.wait_until(stand_still)
-        os.kill(program.pid, signal.SIGTERM)
-        status, output = program.end()
-        assert status == 128 + signal.SIGTERM, output
-        assert load(folder / "model.tar")["step"] == last_step(folder) > step
-        assert exchange == "gossip" or "have not finished their last update" in output
-        program.wait_for_members()
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("exchange", ["gossip", "allreduce"])
-def test_a_killed_agent_is_replaced_or_ends_a_run_in_step(tmp_path, exchange):
-    folder = tmp_path / "run"
-    options = f"--exchange {exchange} --total_steps 100_000_000"
-    with Program(SCRIPT, arguments_of(tmp_path), options) as program:
-        program.wait_until(lambda: last_step(folder) > 2000)
-        # The fork server was started first.
-        os.kill(max(program.members("forkserver")), signal.SIGKILL)
-        if exchange == "gossip":
-            program.wait_until(lambda: "died and is replaced" in program.output)
-            step = last_step(folder)
-            program.wait_until(lambda: last_step(folder) > step + 4000)
-            os.kill(program.pid, signal.SIGTERM)
-        status, output = program.end(60)
-        program.wait_for_members()
-    assert status == (128 + signal.SIGTERM if exchange == "gossip" else 1), output
-    assert exchange == "gossip" or "cannot go on without it" in output
-    saved = load(folder / "model.tar")
-    assert saved["step"] > 0
-    weights = saved["model_state_dict"]  # biases are zeros at first
-    assert all(weights[f"agents.{agent}.policy.bias"].any() for agent in range(3))
-    # With allreduce agents that differ, if only by an update, become equal.
-    options = f"--exchange allreduce --total_steps {saved['step'] + 500}"
-    status, output = run(SCRIPT, arguments_of(tmp_path), options)
-    assert status == 0, output
-    first, *others = agents_of(tmp_path)
-    assert all(equal(first, other) for other in others)

@@ -2,7 +2,8 @@
 """Gate-v0: CartPole that one process alone cannot step while the file $GATE is there.
 
 It is the first one, of those that a main process has started, to make such an environment. To be
-used as --env gate:Gate-v0, with this folder on PYTHONPATH.
+used as --env gate:Gate-v0, with this folder on PYTHONPATH. The program then logs often, and waits
+for an agent that stands still at its end for less long.
 """
 
 import contextlib
@@ -14,8 +15,11 @@ import time
 import gymnasium as gym
 from gymnasium.envs.classic_control import CartPoleEnv
 
+from beast import agents, run
+
 GATE = pathlib.Path(os.environ.get("GATE", "/nowhere"))
 OWNER = GATE.with_suffix(".owner")
+run.LOG_INTERVAL, agents.HOLD_TIMEOUT = 0.5, 5
 
 
 class GateEnv(CartPoleEnv):
