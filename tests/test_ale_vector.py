@@ -149,7 +149,7 @@ def test_rows_are_those_of_a_plain_loop(arguments):
         assert sum(row["terminated"].sum() + row["truncated"].sum() for row in rows) > 1
 
 
-def test_a_game_that_shows_no_lives_before_it_ends_does_not_end_twice(monkeypatch):
+def test_a_game_that_shows_no_lives_at_its_end_ends_once(monkeypatch):
     class LastLifeIsNotShown(AtariVectorEnv):
         def step(self, actions):
             *step, info = super().step(actions)
@@ -175,7 +175,7 @@ WRAPPED = [
 
 
 @pytest.mark.parametrize("arguments", WRAPPED)
-def test_within_an_episode_a_game_is_that_of_the_wrappers_to_the_last_bit(arguments):
+def test_an_episode_is_that_of_the_wrappers_to_the_last_bit(arguments):
     flags = make_flags(f"{arguments} --noop_max 0 --no_fire_reset --no_episodic_life")
     with contextlib.closing(AtariEnvironments(flags, 1, 1)) as vector:
         classic = Environments(lambda: atari_wrappers.create_atari(flags), 1, 1)
@@ -197,7 +197,7 @@ def test_within_an_episode_a_game_is_that_of_the_wrappers_to_the_last_bit(argume
 
 
 @pytest.mark.parametrize("action", [-1, 4, 2**40])
-def test_action_out_of_range_is_an_error_that_names_the_environment(action):
+def test_an_action_out_of_range_names_the_environment(action):
     with environments("BreakoutNoFrameskip-v4", 2, name="actor 3") as envs:
         envs.initial()
         envs.step(np.array([0, 3]))

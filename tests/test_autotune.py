@@ -66,7 +66,7 @@ def test_the_search_for_one_flag(measure, expected):
     assert autotune.search(measure, {"num_actors": 8}) == {"num_actors": expected}
 
 
-def test_servers_are_doubled_with_their_streams_which_then_are_varied_too():
+def test_servers_are_doubled_with_their_streams():
     measure, calls = bell(num_servers=8, num_actors=8)
     best = autotune.search(measure, {"num_servers": 2, "num_actors": 4})
     assert calls[1] == {"num_servers": 4, "num_actors": 8}
@@ -118,7 +118,7 @@ def tune(capsys, *arguments):
     return dict(zip(words[::2], map(int, words[1::2]), strict=True))
 
 
-def test_flags_on_the_command_line_are_kept_and_else_it_begins_with_the_defaults(trials, capsys):
+def test_given_flags_are_kept_and_others_begin_with_defaults(trials, capsys):
     assert tune(capsys, CATCH) == {"--num_actors": 16, "--envs_per_actor": 8}
     assert trials[:2] == [{}, {"num_actors": 8, "envs_per_actor": 8}]
     trials.clear()
@@ -142,14 +142,14 @@ def test_it_measures_one_learner_alone(trials, capsys, monkeypatch):
     assert trials == []
 
 
-def test_so_many_environments_that_policies_would_lag_are_not_tried(trials, capsys):
+def test_environments_that_would_make_policies_lag_are_not_tried(trials, capsys):
     autotune.main([str(CATCH), "--num_actors", "4"])
     assert max(trial["envs_per_actor"] for trial in trials[1:]) == 32  # with 4, 16 batches of 8
     reason = r"skipped +--envs_per_actor 64: 256 environments make more than 16 batches"
     assert re.search(reason, capsys.readouterr().out)
 
 
-def test_the_programs_own_start_is_tried_and_then_nothing_with_more_environments(trials, capsys):
+def test_the_programs_own_start_is_tried_though_it_lags(trials, capsys):
     autotune.main([str(CATCH), "--num_actors", "64"])  # with 8 each, which make 64 batches
     assert trials == [{}, {"envs_per_actor": 4}]
     output = capsys.readouterr().out
@@ -172,7 +172,7 @@ def test_the_programs_own_start_is_tried_and_then_nothing_with_more_environments
         (CATCH_POLY, 64, True, {"num_servers": 64, "num_actors": 64, "envs_per_stream": 2}),
     ],
 )
-def test_where_all_cores_help_all_are_used_with_fewer_environments_each(
+def test_all_cores_are_used_with_fewer_environments_each(
     trials, capsys, monkeypatch, program, cores, has_gpu, best
 ):
     monkeypatch.setattr(machine, "count_cores", lambda: cores)
@@ -217,16 +217,14 @@ def test_fewer_streams_than_servers_are_not_tried(arguments, message):
         ),
     ],
 )
-def test_what_is_varied_is_chosen_by_the_flags_that_a_program_knows(trials, arguments, start):
+def test_what_is_varied_follows_the_programs_flags(trials, arguments, start):
     start = start if isinstance(start, dict) else dict.fromkeys(start)
     assert autotune.find_flags(CATCH_POLY, arguments.split()) == start
     with pytest.raises(autotune.TrialError, match="polybeast_env.py --help lists no --num_actors"):
         autotune.find_flags(ROOT / "polybeast_env.py", [])
 
 
-def test_a_program_that_fails_or_never_steps_makes_an_error_with_what_it_printed(
-    tmp_path, monkeypatch
-):
+def test_a_program_that_fails_or_never_steps_is_an_error(tmp_path, monkeypatch):
     script = tmp_path / "broken.py"
     script.write_text("raise ValueError('the game is broken')")
     with pytest.raises(autotune.TrialError, match="Traceback(.|\n)*the game is broken"):

@@ -48,7 +48,7 @@ def first(tmp_path_factory):
 
 
 @pytest.mark.whole
-def test_runs_with_one_seed_are_the_same_and_policies_one_update_behind(tmp_path, first):
+def test_runs_with_one_seed_are_the_same_and_lag_one_update(tmp_path, first):
     _, rows, weights = first
     assert column(rows, "step") == [980.0, 1980.0, 2200.0]  # one update fewer than versions
     assert len({row["total_loss"] for row in rows}) == 3 and rows[-1]["mean_episode_return"]
@@ -72,7 +72,7 @@ def test_what_follows_a_checkpoint_is_the_same_each_time(tmp_path, first):
 
 
 @pytest.mark.whole
-def test_the_benchmark_of_staleness_acts_with_weights_just_as_old_as_asked_for(tmp_path):
+def test_the_staleness_benchmark_acts_with_the_lag_asked_for(tmp_path):
     flags = "--env PongNoFrameskip-v4 --frame_size 42 --lag 7 --correction none --xpid run"
     arguments = (flags, ARGUMENTS, "--total_steps", STEPS, "--savedir", tmp_path)
     status, output = run(ROOT / "benchmarks" / "staleness.py", *arguments)
@@ -97,7 +97,7 @@ def test_what_does_not_go_with_it_is_refused(arguments, message):
 @pytest.mark.parametrize(
     ("program", "arguments"), [(monobeast, ["--batch_size", "16"]), (ppo, []), (gala, [])]
 )
-def test_evaluations_beside_it_are_refused_before_anything_starts(program, arguments, tmp_path):
+def test_evaluations_beside_it_are_refused_at_once(program, arguments, tmp_path):
     where = ["--env", "CartPole-v1", "--savedir", str(tmp_path)]
     with pytest.raises(FlagError, match="--eval_interval .* leave out one of them"):
         program.main([*where, "--deterministic", *arguments, "--eval_interval", "1000"])

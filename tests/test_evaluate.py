@@ -86,7 +86,7 @@ def make_run(name, folder, *arguments):
 
 
 @pytest.mark.parametrize("num_games", [1, 3, 4, 5, 10])
-def test_games_count_as_they_begin_so_that_long_ones_are_not_left_out(num_games):
+def test_games_count_as_they_begin_so_that_long_ones_do_too(num_games):
     lengths = iter([2, 20, 2, 2])
     games, model = play(Environments(lambda: Counter(next(lengths)), 4, 1), num_games)
     # Of the first four that begin one is long; while it lasts, the others begin.
@@ -120,7 +120,7 @@ def test_fire_is_pressed_after_each_lost_life_as_in_training(name):
     assert ale.lives() == 5 and len(balls) > 100 and np.mean(balls) > 0.9
 
 
-def test_a_state_that_shares_memory_with_its_input_is_not_overwritten():
+def test_a_state_that_shares_its_inputs_memory_is_kept():
     seen = []
 
     def watch(inputs, agent_state):
@@ -169,7 +169,7 @@ def test_a_result_has_the_decimals_that_its_interval_is_worth(returns, game, tex
     assert evaluate.describe_result(result) == text
 
 
-def test_human_normalized_is_0_for_a_random_player_and_1_for_a_human():
+def test_human_normalized_is_0_for_random_and_1_for_human_play():
     for game, (random, human) in atari_scores.SCORES.items():
         assert human > random
         assert atari_scores.human_normalized(game, random) == 0
@@ -227,9 +227,7 @@ def run_test(name, arguments, *more):
 
 
 @both
-def test_a_fork_without_any_atari_plays_several_games_at_once_the_same_ones_with_a_seed(
-    name, tmp_path, capsys
-):
+def test_a_fork_plays_games_at_once_the_same_with_a_seed(name, tmp_path, capsys):
     words = make_run(name, tmp_path, "--env", "Catch", "--seed", "3")
     more = ("--num_episodes 20 --num_test_envs 3 --result_file", tmp_path / "result.json")
     outputs = set()
@@ -348,7 +346,7 @@ def test_a_game_that_ends_within_reset_has_a_video_of_its_own(tmp_path, clips):
     assert len({path for path, _, _ in clips}) == 2
 
 
-def test_a_video_that_cannot_be_written_ends_the_test_with_the_reason(tmp_path, monkeypatch, clips):
+def test_a_video_that_cannot_be_written_ends_the_test(tmp_path, monkeypatch, clips):
     words = make_run("monobeast", tmp_path, "--env", "Catch")
     monkeypatch.setattr(monobeast, "create_env", lambda flags: Painter(flags.render_mode))
     tries = []
@@ -464,9 +462,7 @@ def test_an_evaluation_gives_its_metrics_once(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(("step", "due"), [(0, 100), (99, 100), (100, 200), (250, 300)])
-def test_a_resumed_run_is_evaluated_at_the_next_step_of_the_same_grid(
-    tmp_path, monkeypatch, step, due
-):
+def test_a_resumed_run_is_evaluated_on_the_same_grid(tmp_path, monkeypatch, step, due):
     with Training(tmp_path, monkeypatch, ENDLESS, step=step) as training:
         training.tick(due - 1)
         assert training.process is None
@@ -481,9 +477,7 @@ def test_without_an_interval_nothing_is_evaluated_or_removed(tmp_path, monkeypat
     assert [path.name for path in training.folder.iterdir()] == [".eval"]
 
 
-def test_a_failure_is_logged_with_what_was_printed_and_the_next_one_comes(
-    tmp_path, monkeypatch, caplog
-):
+def test_a_failure_is_logged_and_the_next_one_comes(tmp_path, monkeypatch, caplog):
     with Training(tmp_path, monkeypatch, BAD) as training:
         for step in (100, 200):
             caplog.clear()
@@ -505,9 +499,7 @@ def helper_lives(folder):
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_only_one_plays_at_a_time_the_weights_of_its_step_and_ends_with_its_children(
-    tmp_path, monkeypatch, caplog, killed
-):
+def test_one_plays_at_a_time_the_weights_of_its_step(tmp_path, monkeypatch, caplog, killed):
     caplog.set_level(logging.INFO)
     with Training(tmp_path, monkeypatch, ENDLESS) as training:
         training.tick(123)
@@ -543,9 +535,7 @@ LONG = "--env Catch --xpid run --total_steps 1_000_000_000 --eval_interval 500 -
 
 @pytest.mark.whole
 @both
-def test_a_training_is_evaluated_and_the_evaluation_ends_with_it_even_when_that_is_killed(
-    name, tmp_path
-):
+def test_a_training_is_evaluated_and_ends_its_evaluation(name, tmp_path):
     folder = tmp_path / "run"
     with Program(SCRIPTS[name], SMALL[name], LONG, "--savedir", tmp_path) as program:
         program.wait_until(lambda: column(read_rows(folder), "eval_step"))

@@ -126,7 +126,7 @@ def test_a_diff_applies_and_leaves_tidy_code_that_learns(apply, load, diff):
         assert set(re.findall(r'^\+        "(\w+)":', diff, re.M)) <= metrics.keys()
 
 
-def test_diffs_are_made_anew_and_win_where_the_program_has_changed_too(tmp_path):
+def test_diffs_are_made_anew_and_win_over_the_program(tmp_path):
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     program, example = tmp_path / "program.py", tmp_path / "example.diff"
 
@@ -207,7 +207,7 @@ def test_what_takes_a_memory_is_learned_with_the_lstm_alone(apply, program):
 
 
 @pytest.mark.whole
-def test_the_script_for_slurm_learns_saves_and_asks_for_its_job_again(tmp_path):
+def test_the_script_for_slurm_learns_saves_and_requeues(tmp_path):
     """Slurm is not here; what it would do is done by two scripts, on this machine."""
     job = next(i for i in itertools.count(os.getpid()) if is_free(20_000 + i % 20_000))
     for command, text in {

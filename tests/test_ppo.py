@@ -164,9 +164,7 @@ def policy_gradient(flags, log_rho, advantage, kl=0.0, penalty=1.0):
     [(1.3, 1.0, True), (1.1, 1.0, False), (0.7, 1.0, False), (0.7, -1.0, True), (0.9, -1.0, False),
      (1.3, -1.0, False)],
 )  # fmt: skip
-def test_the_gradient_is_zero_exactly_where_the_policy_has_moved_far_enough(
-    ratio, advantage, is_clipped
-):
+def test_the_gradient_is_zero_exactly_where_it_is_clipped(ratio, advantage, is_clipped):
     _, gradient, _ = policy_gradient(parse("--policy_clipping 0.2"), math.log(ratio), advantage)
     assert (gradient == 0) == is_clipped
     assert is_clipped or gradient == pytest.approx(-ratio * advantage)
@@ -218,7 +216,7 @@ def test_the_normalizer_has_the_moments_of_all_that_it_has_seen(offset):
     assert torch.equal(Normalizer(2)(torch.ones(4, 2)), torch.ones(4, 2))  # before it has seen any
 
 
-def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
+def test_rewards_are_divided_by_the_deviation_of_returns():
     random, scaler = np.random.default_rng(0), RewardScaler()
     rewards, done = random.normal(size=(60, 3)), random.random((60, 3)) < 0.1
     mask = random.random((60, 3)) < 0.9
@@ -234,7 +232,7 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
     np.testing.assert_allclose(scaled.numpy(), expected.clip(-10, 10), rtol=1e-9)
 
 
-def test_rewards_are_divided_also_where_their_returns_are_infinite_as_float32():
+def test_rewards_are_divided_though_returns_exceed_float32():
     scaler, mask = RewardScaler(), torch.ones(20, 2, dtype=torch.bool)
     for size in (3e38, -3e38, 1.0):
         rewards = torch.full((20, 2), size)
@@ -275,7 +273,7 @@ def test_one_epoch_of_one_minibatch_has_the_gradient_of_a2c(continuous):
 
 
 @pytest.mark.parametrize("use_gru", [False, True])
-def test_minibatches_are_parts_of_the_whole_and_hold_each_transition_once(use_gru):
+def test_minibatches_hold_each_transition_once(use_gru):
     model, flags = Table(), parse("--num_minibatches 5" + " --use_gru" * use_gru)
     batch = ppo.compute_targets(flags, model, make_rows(model), ())
     whole = ppo.compute_loss(flags, model, batch, ())[0]
@@ -308,7 +306,7 @@ def test_a_gru_is_reset_at_done_inside_a_rollout():
     torch.testing.assert_close(logits[:, [0, 2]], without[:, [0, 2]])
 
 
-def test_learning_takes_a_clipped_step_for_each_minibatch_of_each_epoch(monkeypatch):
+def test_learning_takes_a_clipped_step_for_each_minibatch(monkeypatch):
     model, kls, norms = Table(), [], []
     flags = parse("--num_epochs 3 --num_minibatches 4 --grad_norm_clipping 0.01")
     compute_loss = ppo.compute_loss
@@ -336,7 +334,7 @@ def test_learning_takes_a_clipped_step_for_each_minibatch_of_each_epoch(monkeypa
     assert metrics["explained_variance"] == pytest.approx(max(-1, 1 - unexplained.item()))
 
 
-def test_the_bootstrap_value_comes_from_the_state_before_the_last_row():
+def test_the_bootstrap_value_is_of_the_state_before_the_last_row():
     calls = []
 
     class Net(Table):
@@ -350,7 +348,7 @@ def test_the_bootstrap_value_comes_from_the_state_before_the_last_row():
     assert calls == [(1, [2.0]), (T, [1.0]), (T, [1.0])]
 
 
-def test_advantages_are_scaled_by_the_moments_of_those_that_count():
+def test_advantages_are_scaled_by_moments_of_unmasked_ones():
     model, batches = Table(), []
     for scaling in ("none", "batch"):
         flags = parse(f"--advantage_scaling {scaling}")
@@ -418,7 +416,7 @@ def test_before_the_first_step_the_policy_is_the_one_that_acted(env, arguments):
         group.close()
 
 
-def test_a_loss_that_is_not_finite_stops_learning_before_the_weights_are_touched():
+def test_a_loss_that_is_not_finite_leaves_the_weights():
     model, flags = Table(), parse("--num_minibatches 1")
     optimizer, _ = ppo.create_optimizer(flags, model)
     rows, before = make_rows(model), map_nest(torch.clone, model.state_dict())
@@ -471,7 +469,7 @@ class HalfBounded(gym.Env):
         return action, 0.0, False, False, {}
 
 
-def test_actions_without_bounds_are_taken_as_they_are_and_others_clipped():
+def test_actions_are_clipped_only_where_there_are_bounds():
     gym.register("HalfBounded-v0", HalfBounded)
     try:
         env = ppo.create_env(parse("--env HalfBounded-v0", continuous=True))
@@ -524,7 +522,7 @@ def test_defaults_fit_each_other(arguments, num_minibatches, continuous):
 
 
 @pytest.mark.parametrize("program", [ppo, gala])
-def test_actions_are_drawn_from_the_policy_or_are_its_most_probable_ones(program):
+def test_actions_are_drawn_from_the_policy_or_are_its_mode(program):
     space, logits = gym.spaces.Box(-1, 1, (4,)), torch.tensor([0.0, 1.0, -1.0])
     net = program.Net(space, 3)
     net.policy.weight.data.zero_()
@@ -536,7 +534,7 @@ def test_actions_are_drawn_from_the_policy_or_are_its_most_probable_ones(program
     assert (net.eval()(rows, ())[0]["action"] == 1).all()
 
 
-def test_continuous_actions_have_the_mean_and_deviation_of_the_policy_or_are_its_mean():
+def test_continuous_actions_are_drawn_or_are_the_mean():
     net = ppo.Net(gym.spaces.Box(-1, 1, (4,)), 2, continuous=True)
     means, log_std = torch.tensor([0.5, -2.0]), torch.tensor([0.0, -1.0])
     net.policy.weight.data.zero_()
@@ -590,7 +588,7 @@ def train(folder, env, *arguments):
 
 
 @pytest.mark.whole
-def test_logs_and_weights_do_not_depend_on_the_number_of_processes(tmp_path):
+def test_logs_and_weights_are_the_same_with_more_processes(tmp_path):
     rows, weights = [], []
     for processes in (0, 1, 2):
         folder = tmp_path / str(processes)
@@ -662,7 +660,7 @@ def test_environments_are_made_by_their_names(program, env):
 
 
 @pytest.mark.whole
-def test_a_killed_process_costs_only_its_episodes_and_sigterm_leaves_nothing(tmp_path):
+def test_a_killed_process_is_replaced_and_sigterm_saves(tmp_path):
     arguments = f"--env CartPole-v1 --disable_cuda --xpid run --savedir {tmp_path}"
     with Program(SCRIPT, arguments, "--total_steps 100_000_000 --num_env_processes 2") as program:
         folder = tmp_path / "run"
@@ -683,7 +681,7 @@ def test_a_killed_process_costs_only_its_episodes_and_sigterm_leaves_nothing(tmp
     assert load(folder / "model.tar")["step"] == last_step(folder)
 
 
-def test_nests_of_observations_are_learned_from_and_evaluations_leave_their_moments():
+def test_nests_are_learned_from_and_evaluations_leave_moments():
     flags = parse("--num_envs 4 --unroll_length 20 --reward_scaling std")
     (environments,), batches, model, optimizer = begin(flags, Mixed)
     frames = []

@@ -125,7 +125,7 @@ def test_catch_is_learned_with_not_an_update_more_than_asked_for(learned):
     assert 100_000 <= int(last["step"]) < 100_000 + 8 * 20  # however many threads learn
 
 
-def test_an_environment_that_raises_is_logged_with_its_traceback_and_the_run_goes_on(case, learned):
+def test_an_environment_that_raises_is_logged_and_made_anew(case, learned):
     text = out(learned.folder)  # of the learner alone
     assert re.search(case.failure, text), text
     assert 'raise ValueError("the game is broken")' in text
@@ -179,9 +179,7 @@ def play(case, capsys, *arguments):
     return output, [float(r) for r in re.findall(r"^game \d+: return (\S+) in 9", output, re.M)]
 
 
-def test_mode_test_plays_the_latest_run_or_its_best_checkpoint_and_leaves_all_as_it_is(
-    case, learned, capsys
-):
+def test_mode_test_plays_a_run_and_leaves_it_as_it_is(case, learned, capsys):
     before = {path: path.read_bytes() for path in learned.folder.iterdir()}
     output, returns = play(case, capsys, "--savedir", learned.savedir)
     assert len(returns) == 10 and np.mean(returns) > 0.5
@@ -206,9 +204,7 @@ def test_ctrl_c_ends_mode_test(case, learned):
     assert status == 128 + signal.SIGINT and "Traceback" not in output, output
 
 
-def test_what_cannot_be_resumed_or_tested_is_refused_before_anything_starts(
-    case, learned, tmp_path, monkeypatch
-):
+def test_what_cannot_be_resumed_or_tested_is_refused_at_once(case, learned, tmp_path, monkeypatch):
     def start(*_, **__):
         raise AssertionError("a process was started")
 
@@ -286,7 +282,7 @@ def stopped(case, tmp_path_factory):
     return facts
 
 
-def test_a_stop_signal_ends_a_run_with_its_status_and_a_checkpoint_and_leaves_nothing(stopped):
+def test_a_stop_signal_saves_and_leaves_nothing(stopped):
     for number, (status, output) in (
         (signal.SIGTERM, stopped.first),
         (signal.SIGINT, stopped.second),
@@ -338,7 +334,7 @@ def test_sigterm_saves_also_before_a_run_has_resumed(case, stopped, tmp_path):
     assert read_meta(folder)["status"] == "stopped by SIGTERM"
 
 
-def test_an_unknown_game_is_a_short_error_that_says_what_to_change(case, tmp_path):
+def test_an_unknown_game_is_a_short_error_with_advice(case, tmp_path):
     status, output = run(
         ROOT / f"{case.name}.py", "--env PongNoFrameskipp-v4 --savedir", tmp_path / "runs",
         TMPDIR=str(tmp_path),
