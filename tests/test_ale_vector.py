@@ -250,7 +250,7 @@ def test_what_it_cannot_do_is_refused_by_name(arguments, message):
 def test_it_needs_no_opencv(tmp_path):
     (tmp_path / "cv2.py").write_text("raise RuntimeError('cv2 was imported')")
     arguments = "--env PongNoFrameskip-v4 --env_backend ale_vector --total_steps 80 --batch_size 1"
-    arguments += " --num_actors 1 --envs_per_actor 1 --xpid run --savedir"
+    arguments += " --unroll_length 20 --num_actors 1 --envs_per_actor 1 --xpid run --savedir"
     status, output = run(ROOT / "monobeast.py", arguments, tmp_path, PYTHONPATH=str(tmp_path))
     assert status == 0 and int(read_rows(tmp_path / "run")[-1]["step"]) >= 80, output
 

@@ -538,13 +538,17 @@ LONG = "--env Catch --xpid run --total_steps 1_000_000_000 --eval_interval 500 -
 def test_a_training_is_evaluated_and_ends_its_evaluation(name, tmp_path):
     folder = tmp_path / "run"
     with Program(SCRIPTS[name], SMALL[name], LONG, "--savedir", tmp_path) as program:
+        num_own = name == "polybeast"  # its server
+        playing = lambda: len(program.members("--end_with_stdin")) > num_own  # noqa: E731
+        program.wait_until(playing)
+        os.kill(program.pid, signal.SIGSTOP)  # so that the evaluation has a core
+        program.wait_until(lambda: not playing())
+        os.kill(program.pid, signal.SIGCONT)
         program.wait_until(lambda: column(read_rows(folder), "eval_step"))
-        # Nobody waits for the next one, which plays at once.
-        num_own = 1 + (name == "polybeast")
-        program.wait_until(lambda: len(program.members("--end_with_stdin")) == num_own)
+        program.wait_until(playing)  # nobody waits for the next one, which plays at once
         step = last_step(folder)
         program.wait_until(lambda: last_step(folder) > step)
-        program.wait_until(lambda: len(program.members("--end_with_stdin")) == num_own)
+        program.wait_until(playing)
         os.killpg(program.pid, signal.SIGKILL)
         _, output = program.end()
         program.wait_for_members()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from program import Program, column, last_step, read_rows, run, shared_memory, wait_until
 
 from beast.environments import Environments, try_out
@@ -38,7 +39,7 @@ FLAGS = {
     "monobeast": "--num_actors 1 --envs_per_actor 16 --batch_size 16",
     "polybeast": "--num_servers 1 --envs_per_stream 16 --batch_size 16",
 }
-LEARNING = "--total_steps 1_000_000 --seed 3 --disable_checkpoint"
+LEARNING = "--total_steps 1_000_000 --seed 3 --disable_checkpoint --checkpoint_interval_s 1"
 # Many small updates, by policies that are not far behind.
 CONTROL = (
     "--batch_size 8 --unroll_length 5 --discounting 0.98 --entropy_cost 0 --grad_norm_clipping 5 "
@@ -226,15 +227,17 @@ def test_the_script_for_slurm_learns_saves_and_requeues(tmp_path):
         "SLURM_JOB_NODELIST_HET_GROUP_1": "node[1-1]",
     }
     shell = ("bash", "-c", f'exec bash {ROOT}/examples/slurm.sh "$@"')  # whose $0 is Python
-    arguments = ("--model shallow --envs_per_stream 2 --batch_size 2 --savedir", tmp_path / "runs")
+    arguments = "--model shallow --envs_per_stream 2 --batch_size 2 --checkpoint_interval_s 1"
     folder = tmp_path / "runs" / f"pong-{job}"
-    with Program(PONG, *arguments, prefix=shell, **environ) as script:
+    with Program(
+        PONG, arguments, "--savedir", tmp_path / "runs", prefix=shell, **environ
+    ) as script:
         script.wait_until(lambda: last_step(folder) > 0)
         script.process.terminate()
         status, output = script.end()
         assert status == 128 + 15, output
         script.wait_for_members()
-    assert (folder / "model.tar").exists()
+    assert torch.load(folder / "model.tar")["step"] == last_step(folder)
     assert (tmp_path / "asked").read_text() == f"requeue {job}\n"
 
 
