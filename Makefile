@@ -97,7 +97,7 @@ stress: export STRESS_SECONDS ?= 120
 stress: test-env build build/ctest-thread build/ctest-address,undefined ## open, use and close the core's objects in many threads; 7 minutes
 	@set -e; for build in $(filter build/ctest-%,$^); do echo "$$STRESS_SECONDS s in $$build"; \
 	$(FIXED_ADDRESSES) $$build/stress_test; done
-	$(PYTEST) -s tests/test_stress.py $(ARGS)
+	$(PYTEST) -s tests/libtorchbeast/test_stress.py $(ARGS)
 
 wheel: test-env build ## a wheel with gRPC's libraries in it, for machines like this, in wheelhouse/
 	rm -rf build/lib* build/bdist* build/wheel wheelhouse

@@ -22,7 +22,7 @@ import operator
 import gymnasium as gym
 import numpy as np
 
-from beast import atari_games
+from beast.envs import atari_games
 from beast.errors import FlagError
 
 

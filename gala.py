@@ -34,27 +34,30 @@ from torch import nn
 
 import atari_wrappers
 import vtrace
-from beast import atari_games, evaluate
-from beast.agent_memory import AgentMemory, make_equal
-from beast.agents import Agents
-from beast.collect import collect
-from beast.consensus import Consensus, flatten
-from beast.environments import Environments, map_nest, try_out
+from beast.actors.collect import collect
+from beast.actors.weights import Version
+from beast.envs import atari_games
+from beast.envs.environments import Environments, try_out
+from beast.envs.parallel import ParallelEnvironments
 from beast.errors import FlagError
 from beast.flags import add_run_flags, parse_flags, run_program
-from beast.fork_server import start_fork_server
-from beast.learner import Learner, create_state, get_device, raise_squares
-from beast.machine import count_cores, keep_freed_memory
-from beast.metrics import is_finite, to_floats
-from beast.nets import Population, create_net, find_image, scale_image
-from beast.normalizer import OneHot
-from beast.parallel_environments import ParallelEnvironments
+from beast.gossip.agent_memory import AgentMemory, make_equal
+from beast.gossip.agents import Agents
+from beast.gossip.consensus import Consensus, flatten
+from beast.gossip.population import Population
+from beast.learners.devices import autocast, choose_precision, get_device, to_float32
+from beast.learners.learner import Learner, create_state, raise_squares
+from beast.learners.nets import create_net, find_image, scale_image
+from beast.learners.normalizer import OneHot
+from beast.nest import map_nest
 from beast.parser import Parser, fraction, non_negative, positive
-from beast.precision import autocast, choose_precision, to_float32
-from beast.randomness import make_deterministic, seed_generators
-from beast.run import Run
-from beast.threads import Threads
-from beast.weights import Version
+from beast.processes.fork_server import start_fork_server
+from beast.processes.machine import count_cores, keep_freed_memory
+from beast.processes.threads import Threads
+from beast.runs import evaluate
+from beast.runs.metrics import is_finite, to_floats
+from beast.runs.randomness import make_deterministic, seed_generators
+from beast.runs.run import Run
 from libtorchbeast.rows import draw_seeds
 
 # fmt: off
@@ -492,7 +495,7 @@ def main(argv=None):
         net = Net(observation_space, num_actions, **net_arguments(flags))
         return Population(net, flags.num_agents, flags.agent)
 
-    evaluate.test(flags, create_env, create_population)
+    evaluate.test(flags, create_env, create_population, lambda net: f"agent {net.agent}")
     return 0
 
 

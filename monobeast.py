@@ -33,30 +33,31 @@ from torch import nn
 
 import atari_wrappers
 import vtrace
-from beast import diagnostics, evaluate, nets
-from beast.actors import Actors
-from beast.ale_vector import AtariEnvironments
-from beast.environments import Environments, map_nest, try_out
-from beast.flags import add_learner_flags, add_run_flags, parse_flags, run_program
-from beast.fork_server import start_fork_server
-from beast.learner import Learner, get_device
-from beast.learner_group import ALONE
-from beast.machine import choose_actors, count_cores
-from beast.metrics import is_finite, to_floats
-from beast.parser import Parser, fraction, non_negative, positive
-from beast.precision import autocast, choose_precision, to_float32
-from beast.randomness import make_deterministic, seed_generators
-from beast.rollout_buffers import (
+from beast.actors.actors import Actors
+from beast.actors.rollout_buffers import (
     check_buffers,
     create_buffers,
     read_batches,
     write_agent_state,
     write_row,
 )
-from beast.run import Run
-from beast.starvation import join_updates
-from beast.threads import Threads
-from beast.weights import SharedWeights
+from beast.actors.weights import SharedWeights
+from beast.envs.ale_vector import AtariEnvironments
+from beast.envs.environments import Environments, try_out
+from beast.flags import add_learner_flags, add_run_flags, parse_flags, run_program
+from beast.learners import nets
+from beast.learners.devices import autocast, choose_precision, get_device, to_float32
+from beast.learners.learner import Learner
+from beast.learners.learner_group import ALONE, join_updates
+from beast.nest import map_nest
+from beast.parser import Parser, fraction, non_negative, positive
+from beast.processes.fork_server import start_fork_server
+from beast.processes.machine import choose_actors, count_cores
+from beast.processes.threads import Threads
+from beast.runs import diagnostics, evaluate
+from beast.runs.metrics import is_finite, to_floats
+from beast.runs.randomness import make_deterministic, seed_generators
+from beast.runs.run import Run
 
 # fmt: off
 parser = Parser("monobeast.py", "IMPALA on one machine.")

@@ -34,23 +34,23 @@ from torch import nn
 
 import atari_wrappers
 import vtrace
-from beast import diagnostics, evaluate, nets, servers
-from beast.cuda import DeviceCopies
-from beast.environments import map_nest
+from beast.actors.weights import LocalWeights
 from beast.errors import FlagError
 from beast.flags import add_learner_flags, add_run_flags, add_server_flags, parse_flags, run_program
-from beast.learner import Learner, get_device
-from beast.learner_group import ALONE
-from beast.machine import choose_servers, count_cores
-from beast.metrics import is_finite, to_floats
+from beast.learners import nets
+from beast.learners.devices import DeviceCopies, autocast, choose_precision, get_device, to_float32
+from beast.learners.learner import Learner
+from beast.learners.learner_group import ALONE, join_updates
+from beast.nest import map_nest
 from beast.parser import Parser, fraction, non_negative, positive
-from beast.precision import autocast, choose_precision, to_float32
-from beast.randomness import seed_generators
-from beast.run import Run
-from beast.starvation import join_updates
-from beast.streams import Streams, read_batches
-from beast.threads import Threads
-from beast.weights import LocalWeights
+from beast.processes.machine import choose_servers, count_cores
+from beast.processes.threads import Threads
+from beast.runs import diagnostics, evaluate
+from beast.runs.metrics import is_finite, to_floats
+from beast.runs.randomness import seed_generators
+from beast.runs.run import Run
+from beast.servers import servers
+from beast.servers.streams import Streams, read_batches
 from polybeast_env import create_env
 
 # fmt: off

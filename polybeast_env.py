@@ -18,13 +18,13 @@ import signal
 import sys
 
 import atari_wrappers
-from beast import credentials, server_processes
-from beast.addresses import consecutive_addresses
-from beast.ale_vector import AtariEnvironments
-from beast.environments import Environments, try_out
+from beast.envs.ale_vector import AtariEnvironments
+from beast.envs.environments import Environments, try_out
 from beast.parser import Parser, non_negative, positive
-from beast.processes import start_logging
-from beast.watchdog import print_stacks_on_signal
+from beast.processes.lifetime import start_logging
+from beast.processes.watchdog import print_stacks_on_signal
+from beast.servers import credentials, server_processes
+from beast.servers.addresses import consecutive_addresses
 from libtorchbeast.access import check_address
 
 # fmt: off

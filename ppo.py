@@ -34,23 +34,25 @@ from torch import nn
 
 import atari_wrappers
 import vtrace
-from beast import atari_games, diagnostics, evaluate
-from beast.collect import INPUTS, collect
-from beast.environment_groups import EnvironmentGroups, check_groups
-from beast.environments import Environments, map_nest, try_out
+from beast.actors.collect import INPUTS, collect
+from beast.actors.weights import Version
+from beast.envs import atari_games
+from beast.envs.environment_groups import EnvironmentGroups, check_groups
+from beast.envs.environments import Environments, try_out
 from beast.errors import FlagError
 from beast.flags import add_run_flags, parse_flags, run_program
-from beast.learner import Learner, get_device
-from beast.machine import count_cores
-from beast.metrics import mean_floats, to_floats
-from beast.nets import create_net, find_image, scale_image
-from beast.normalizer import Normalizer, OneHot, RewardScaler, flatten
+from beast.learners.devices import autocast, choose_precision, get_device, to_float32
+from beast.learners.learner import Learner
+from beast.learners.nets import create_net, find_image, scale_image
+from beast.learners.normalizer import Normalizer, OneHot, RewardScaler, flatten
+from beast.nest import map_nest
 from beast.parser import Parser, fraction, non_negative, positive
-from beast.precision import autocast, choose_precision, to_float32
-from beast.randomness import make_deterministic, seed_generators
-from beast.run import Run
-from beast.threads import Threads
-from beast.weights import Version
+from beast.processes.machine import count_cores
+from beast.processes.threads import Threads
+from beast.runs import diagnostics, evaluate
+from beast.runs.metrics import mean_floats, to_floats
+from beast.runs.randomness import make_deterministic, seed_generators
+from beast.runs.run import Run
 from libtorchbeast.rows import draw_seeds
 
 # The defaults of flags: where actions are Discrete, much as in rlpyt (Stooke and Abbeel 2019);

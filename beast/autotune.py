@@ -23,9 +23,10 @@ import sys
 import tempfile
 import time
 
-from beast.addresses import expand_addresses
-from beast.machine import MAX_ENVS, MAX_LAG
-from beast.processes import STOP_SIGNALS
+from beast.parser import value_of
+from beast.processes.lifetime import STOP_SIGNALS
+from beast.processes.machine import MAX_ENVS, MAX_LAG
+from beast.servers.addresses import expand_addresses
 
 GAIN = 1.1  # times the best rate so far; less might be noise, and more environments mean more lag
 TRIALS_PER_FLAG = 3
@@ -128,13 +129,6 @@ def find_flags(program, arguments):
     if not start:
         raise TrialError(ALL_GIVEN)
     return start
-
-
-def value_of(name, arguments):
-    """Return the value of a flag on a command line; None where it is not there."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(f"--{name}")
-    return getattr(parser.parse_known_args(arguments)[0], name)
 
 
 def search(measure, start, most_envs=sys.maxsize):

@@ -14,14 +14,15 @@ import sys
 
 import torch
 
-from beast import checkpoint, credentials, elastic, evaluate, torchrun
-from beast.addresses import socket_folder
-from beast.checkpoint import BEST, NEWEST, run_path
 from beast.errors import EnvError, FlagError, format_cause
-from beast.machine import keep_freed_memory
+from beast.learners import elastic, torchrun
 from beast.parser import folder_name, non_negative, positive
-from beast.processes import exit_on_signals, exit_with_parent, start_logging
-from beast.run_folder import compare_code
+from beast.processes.lifetime import exit_on_signals, exit_with_parent, socket_folder, start_logging
+from beast.processes.machine import keep_freed_memory
+from beast.runs import checkpoint, evaluate
+from beast.runs.checkpoint import BEST, NEWEST, run_path
+from beast.runs.code_version import compare_code
+from beast.servers import credentials
 
 
 def add_run_flags(parser):

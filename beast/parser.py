@@ -155,3 +155,10 @@ def _checked(kind, is_valid, rule):
     parse.kind = kind
     parse.__name__ = kind.__name__  # for the message where `kind` refuses the text
     return parse
+
+
+def value_of(name, arguments):
+    """Return the value of a flag on a command line; None where it is not there."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{name}")
+    return getattr(parser.parse_known_args(arguments)[0], name)

@@ -18,7 +18,7 @@ import sys
 
 import numpy as np
 
-from beast.curves import (
+from beast.runs.curves import (
     NOT_SETTINGS,
     POINTS,
     RETURNS,

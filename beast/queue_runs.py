@@ -32,11 +32,10 @@ import sys
 import time
 from typing import NamedTuple
 
-from beast.autotune import value_of
 from beast.errors import FlagError
-from beast.machine import count_cores
-from beast.parser import folder_name, positive
-from beast.processes import STOP_SIGNALS, start_logging
+from beast.parser import folder_name, positive, value_of
+from beast.processes.lifetime import STOP_SIGNALS, start_logging
+from beast.processes.machine import count_cores
 
 SAVEDIR, CHECKPOINT = "~/logs/torchbeast", "model.tar"  # as in flags.py and checkpoint.py
 FIELDS = ("xpid", "slot", "start", "end", "status")  # of queue.csv

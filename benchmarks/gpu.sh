@@ -8,7 +8,7 @@
 #
 #   machine   what is there: GPU, cores, memory, packages
 #   setup     what is missing, from the folder that pack_gpu.sh fills; else compiles the extension
-#   tests     tests/test_cuda.py
+#   tests     tests/learners/test_cuda.py
 #   whole     Pong by each program at its defaults, and at the two settings with the best estimates
 #   pong      PolyBeast until Pong's mean return passes 18, with a profile
 #
@@ -65,8 +65,8 @@ PYTHON
 }
 
 tests() {
-  local options=(tests/test_cuda.py --numprocesses 6 --dist worksteal)
-  if [ "$QUICK" ]; then options=(tests/test_cuda.py -k "not on_another_device and not moment"); fi
+  local options=(tests/learners/test_cuda.py --numprocesses 6 --dist worksteal)
+  if [ "$QUICK" ]; then options=(tests/learners/test_cuda.py -k "not on_another_device and not moment"); fi
   # Failures are printed at once too, since the report may come too late.
   cat >"$PREFIX/site/print_failures.py" <<'PYTHON'
 def pytest_runtest_logreport(report):

@@ -31,7 +31,7 @@ from transport import (  # noqa: E402
     measure,
 )
 
-from beast.processes import exit_with_parent  # noqa: E402
+from beast.processes.lifetime import exit_with_parent  # noqa: E402
 
 SIZES = [8, 32, 128, 512, 1024, 2048, 4096]
 ENVS_PER_STREAM, MAX_STREAMS = 32, 64
@@ -84,7 +84,7 @@ def max_rollouts(case):
 
 
 def learner_main(case, seconds, pipe):
-    from beast.machine import keep_freed_memory
+    from beast.processes.machine import keep_freed_memory
 
     exit_with_parent()
     keep_freed_memory()  # as polybeast.py does

@@ -28,11 +28,11 @@ from machine import print_header  # noqa: E402
 from net import NUM_ACTIONS, make_batch  # noqa: E402
 
 import polybeast  # noqa: E402
-from beast import torchrun  # noqa: E402
-from beast.learner import Learner  # noqa: E402
-from beast.machine import keep_freed_memory  # noqa: E402
-from beast.precision import choose_precision  # noqa: E402
-from beast.weights import LocalWeights  # noqa: E402
+from beast.actors.weights import LocalWeights  # noqa: E402
+from beast.learners import torchrun  # noqa: E402
+from beast.learners.devices import choose_precision  # noqa: E402
+from beast.learners.learner import Learner  # noqa: E402
+from beast.processes.machine import keep_freed_memory  # noqa: E402
 
 
 def measure(arguments):

@@ -29,12 +29,15 @@ import torch  # noqa: E402
 from machine import print_header  # noqa: E402
 
 import polybeast  # noqa: E402
-from beast.cuda import DeviceCopies  # noqa: E402
-from beast.environments import map_nest  # noqa: E402
-from beast.learner import get_device  # noqa: E402
-from beast.machine import keep_freed_memory  # noqa: E402
-from beast.precision import autocast, to_float32  # noqa: E402
-from beast.spaces import empty_observation  # noqa: E402
+from beast.envs.spaces import empty_observation  # noqa: E402
+from beast.learners.devices import (  # noqa: E402
+    DeviceCopies,  # noqa: E402
+    autocast,
+    get_device,  # noqa: E402
+    to_float32,
+)
+from beast.nest import map_nest  # noqa: E402
+from beast.processes.machine import keep_freed_memory  # noqa: E402
 
 NUM_ACTIONS = 6  # of Pong
 

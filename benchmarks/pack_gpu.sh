@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Fills gpu_packages/, which gpu.sh needs on a machine without a network: this checkout's extension
-# with gRPC's libraries in it, and wheels of what else the programs and tests/test_cuda.py import, but
+# with gRPC's libraries in it, and wheels of what else the programs and tests/learners/test_cuda.py import, but
 # for torch and OpenCV. They are for the Python that makes them, by default python3.12, and for Linux
 # with a glibc as old as the extension's file says. Needs what `make wheel` needs, and a network.
 set -euo pipefail

@@ -42,7 +42,7 @@ from whole import measure_whole  # noqa: E402
 
 import monobeast  # noqa: E402
 import ppo  # noqa: E402
-from beast.machine import count_cores  # noqa: E402
+from beast.processes.machine import count_cores  # noqa: E402
 
 START_SECONDS = 120  # that a program may take to its first update
 STOP_SECONDS = 15  # to end by itself

@@ -19,10 +19,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import monobeast
 import vtrace
+from beast.actors.weights import SharedWeights
 from beast.flags import parse_flags, run_program
 from beast.parser import positive
-from beast.run import Run
-from beast.weights import SharedWeights
+from beast.runs.run import Run
 
 
 class OldWeights(SharedWeights):

@@ -32,7 +32,7 @@ def be_rank():
     os.environ["STARVATION_RANK"] = os.environ["LOCAL_RANK"]  # which its actors do not see
 
     import monobeast
-    from beast import run
+    from beast.runs import run
 
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"])]})

@@ -29,7 +29,7 @@ import numpy as np  # noqa: E402
 from machine import cpu_seconds, print_header, read_status  # noqa: E402
 
 import libtorchbeast  # noqa: E402
-from beast.processes import exit_with_parent  # noqa: E402
+from beast.processes.lifetime import exit_with_parent  # noqa: E402
 from libtorchbeast.rows import DTYPES  # noqa: E402
 
 UNROLL_LENGTH = 20

@@ -53,14 +53,14 @@ from net import rate_of, rate_of_inference, rate_of_learning  # noqa: E402
 import monobeast  # noqa: E402
 import polybeast  # noqa: E402
 import polybeast_env  # noqa: E402
-from beast.environments import map_nest  # noqa: E402
+from beast.actors.rollout_buffers import create_buffers, write_row  # noqa: E402
+from beast.actors.weights import LocalWeights, SharedWeights  # noqa: E402
 from beast.errors import EnvError  # noqa: E402
 from beast.flags import parse_flags  # noqa: E402
-from beast.learner import get_device  # noqa: E402
-from beast.machine import keep_freed_memory  # noqa: E402
-from beast.nets import create_net  # noqa: E402
-from beast.rollout_buffers import create_buffers, write_row  # noqa: E402
-from beast.weights import LocalWeights, SharedWeights  # noqa: E402
+from beast.learners.devices import get_device  # noqa: E402
+from beast.learners.nets import create_net  # noqa: E402
+from beast.nest import map_nest  # noqa: E402
+from beast.processes.machine import keep_freed_memory  # noqa: E402
 
 PROGRAMS = {"monobeast": monobeast, "polybeast": polybeast}
 

@@ -16,7 +16,8 @@ those of the batches.
 It also measures pauses. A pause is the time between two lines of the same learner. The report has
 the longest one of all learners. A pause may contain several kills, each of which may cost the
 time-out again; so the time from the last kill in it to its end is what must not exceed TIMEOUT in
-beast/elastic.py plus two seconds. Prints Markdown; if a check fails, says so and exits with 1.
+beast/learners/elastic.py plus two seconds. Prints Markdown; if a check fails, says so and exits
+with 1.
 """
 
 import argparse
@@ -51,7 +52,7 @@ SLACK = 2  # seconds by which a pause may exceed TIMEOUT
 
 def run_member(name, number, folder, arguments):
     """Be a learner; append a line to FOLDER/NUMBER.jsonl after each update."""
-    from beast.exchange import HEADER_SIZE, Exchange
+    from beast.learners.exchange import HEADER_SIZE, Exchange
 
     importlib.import_module(FORKS[name])
     program = importlib.import_module(name)
@@ -148,7 +149,7 @@ class Campaign:
     def start_lighthouse(self):
         from program import Program
 
-        from beast.elastic import LIGHTHOUSE_OPTIONS
+        from beast.learners.elastic import LIGHTHOUSE_OPTIONS
 
         if self.port is None:
             with socket.socket() as probe:
@@ -336,7 +337,7 @@ class Campaign:
         import torch
         from machine import print_header
 
-        from beast.elastic import TIMEOUT
+        from beast.learners.elastic import TIMEOUT
 
         pauses, since_kills = zip(*(p for found in self.found for p in found[3]), strict=True)
         longest, limit = max(since_kills), TIMEOUT + SLACK

@@ -69,7 +69,7 @@ def run_fork(name, report, arguments):
     """Run a program; write into the file `report` with what its first update began."""
     importlib.import_module(FORKS[name])
     program = importlib.import_module(name)
-    importlib.import_module("beast.run").LOG_INTERVAL = 0.5
+    importlib.import_module("beast.runs.run").LOG_INTERVAL = 0.5
     function, model, optimizer = RESTORED.get(name, ("learn", 1, 4))
     begin = getattr(program, function)
 

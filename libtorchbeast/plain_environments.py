@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments without known spaces, as forks write them, stepped as one batch.
 
-Environments of beast/environments.py have Gymnasium's API and spaces, against which all is checked.
+Environments of beast/envs/environments.py have Gymnasium's API and spaces, against which all is
+checked.
 """
 
 import contextlib

@@ -21,8 +21,8 @@ from atari_wrappers import (
     wrap_deepmind,
     wrap_pytorch,
 )
-from beast.ale_vector import AtariEnvironments
-from beast.environments import Environments
+from beast.envs.ale_vector import AtariEnvironments
+from beast.envs.environments import Environments
 from beast.errors import EnvError
 from libtorchbeast.plain_environments import PlainEnvironments
 

@@ -15,7 +15,8 @@ from program import HELPERS, ROOT, Program, shared_memory, wait_until
 
 import monobeast
 import polybeast
-from beast import autotune, machine
+from beast import autotune
+from beast.processes import machine
 
 pytestmark = pytest.mark.whole
 

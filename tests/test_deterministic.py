@@ -11,7 +11,7 @@ from program import HELPERS, ROOT, column, load, read_rows, run
 import gala
 import ppo
 from beast.errors import FlagError
-from beast.run import LOG_UPDATES
+from beast.runs.run import LOG_UPDATES
 
 # What may differ from run to run: what a clock says, and how things stand at a moment.
 TIMES = {"_time", "steps_per_second", "learner_wait", "actor_wait", "full_buffers"}

@@ -17,8 +17,8 @@ import pytest
 import torch
 from program import Program, column, last_step, read_rows, run, shared_memory, wait_until
 
-from beast.environments import Environments, try_out
-from beast.nets import create_net
+from beast.envs.environments import Environments, try_out
+from beast.learners.nets import create_net
 
 ROOT = Path(__file__).resolve().parent.parent
 PONG = "PongNoFrameskip-v4"

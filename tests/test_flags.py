@@ -14,11 +14,12 @@ from small_run import create_parser, parse, save
 
 import monobeast
 import polybeast
-from beast import fork_server, servers
-from beast.addresses import consecutive_addresses, expand_addresses
 from beast.errors import EnvError, FlagError
 from beast.flags import parse_flags, run_program
 from beast.parser import positive
+from beast.processes import fork_server
+from beast.servers import servers
+from beast.servers.addresses import consecutive_addresses, expand_addresses
 
 both = pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: p.__name__)
 

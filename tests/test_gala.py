@@ -23,20 +23,19 @@ from deadline import wait_until
 from program import HELPERS, ROOT, Program, column, last_step, load, read_rows, run
 from table import Table, make_rows
 
-import beast.agents
 import gala
 import ppo
-from beast.agent_link import AgentLink
-from beast.agent_memory import AgentMemory
-from beast.agents import Agents
-from beast.environments import Environments
+from beast.envs.environments import Environments
 from beast.errors import FlagError
-from beast.fork_server import end_process, start_process
-from beast.learner import Batch
-from beast.mailboxes import Mailboxes
-from beast.metrics import is_finite
-from beast.nets import Population, create_net
-from beast.run import MAX_SKIPPED, Run
+from beast.gossip.agent_link import AgentLink
+from beast.gossip.agent_memory import AgentMemory, Mailboxes
+from beast.gossip.agents import Agents
+from beast.gossip.population import Population
+from beast.learners.learner import Batch
+from beast.learners.nets import create_net
+from beast.processes.fork_server import end_process, start_process
+from beast.runs.metrics import is_finite
+from beast.runs.run import MAX_SKIPPED, Run
 
 SCRIPT = ROOT / "gala.py"
 
@@ -416,7 +415,7 @@ def test_flags_that_contradict_each_other_are_refused(arguments, message):
 def test_the_agent_asked_for_plays_or_that_with_the_best_returns(monkeypatch, words, plays):
     made = []
     monkeypatch.setattr(gala, "parse_flags", lambda parser, argv: parser.parse_args(argv))
-    monkeypatch.setattr(gala.evaluate, "test", lambda flags, env, make_net: made.append(make_net))
+    monkeypatch.setattr(gala.evaluate, "test", lambda *arguments: made.append(arguments[2]))
     assert gala.main(["--mode", "test", "--num_agents", "3", *words.split()]) == 0
     population = made[0](gym.spaces.Box(-1, 1, (4,)), 3).eval()
     for agent, net in enumerate(population.agents):
@@ -546,7 +545,7 @@ def test_an_agent_sends_its_weights_before_it_mixes_them():
 
 
 def test_each_agent_plays_games_of_its_own_and_new_ones(monkeypatch):
-    monkeypatch.setattr(beast.agents, "start_process", lambda process, name: None)
+    monkeypatch.setattr("beast.gossip.agents.start_process", lambda process, name: None)
     monkeypatch.setattr(Agents, "close", lambda self: None)
     seeds = []
 

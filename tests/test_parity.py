@@ -4,42 +4,24 @@
 import inspect
 import operator
 
-import gymnasium as gym
-import numpy as np
 import pytest
 import torch
+from batches import SPACE, A, make_batch
 from small_run import parse
 
 import monobeast
 import polybeast
-from beast import checkpoint
-from beast.checkpoint_writer import Writer
-from beast.environments import map_nest
-from beast.learner import Learner
-from beast.weights import LocalWeights
+from beast.actors.weights import LocalWeights
+from beast.learners.learner import Learner
+from beast.nest import map_nest
+from beast.runs import checkpoint
+from beast.runs.checkpoint_writer import Writer
 
-SPACE, A = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), 6
 SAME = (
     *("CenteredConv2d", "AtariNet.forward", "AtariNet.core", "AtariNet.initial_state"),
     *("compute_policy_gradient_loss", "compute_baseline_loss", "compute_entropy_loss"),
     *("compute_loss", "create_optimizer", "learn"),
 )
-
-
-def make_batch(seed, T=7, B=3):
-    """Return a batch in which everything happens: ends of episodes of all kinds, large rewards."""
-    torch.manual_seed(seed)
-    end = torch.randint(8, (T + 1, B))
-    return {
-        "frame": torch.randint(256, (T + 1, B, *SPACE.shape), dtype=torch.uint8),
-        "reward": 3 * torch.randn(T + 1, B),
-        "done": end == 0,
-        "truncated": end == 1,
-        "terminated": end == 2,
-        "last_action": torch.randint(A, (T + 1, B)),
-        "action": torch.randint(A, (T + 1, B)),
-        "policy_logits": torch.randn(T + 1, B, A),
-    }
 
 
 def make_nets(use_lstm):

@@ -12,8 +12,8 @@ import pytest
 from program import ROOT, run
 
 from beast import plot
-from beast.checkpoint import NOT_RESUMED
-from beast.curves import NOT_SETTINGS, PlotError
+from beast.runs.checkpoint import NOT_RESUMED
+from beast.runs.curves import NOT_SETTINGS, PlotError
 
 ROWS = [{"_tick": i, "_time": 1e9 + 5 * i, "step": 1000 * i} for i in range(41)]
 

@@ -256,7 +256,7 @@ def test_all_numbers_may_be_one(train, tmp_path):
 
 
 def test_without_the_compiled_part_it_says_how_to_build_it(tmp_path):
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("libtorchbeast/*.py"), *ROOT.glob("beast/*.py")]:
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("libtorchbeast/*.py"), *ROOT.glob("beast/**/*.py")]:
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(exist_ok=True)
         shutil.copy(path, copy)

@@ -15,8 +15,8 @@ from program import HELPERS, Program, run
 from stream import EnvironmentFailed, Stream
 
 import polybeast_env
-from beast import server_processes
-from beast.environments import Environments
+from beast.envs.environments import Environments
+from beast.servers import server_processes
 
 CATCH = HELPERS / "catch_env.py"
 

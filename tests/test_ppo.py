@@ -19,14 +19,15 @@ from table import N, T, Table, make_rows
 
 import gala
 import ppo
-from beast import evaluate
-from beast.collect import INPUTS
-from beast.environments import Environments, map_nest, try_out
+from beast.actors.collect import INPUTS
+from beast.envs.environments import Environments, try_out
+from beast.envs.parallel import ParallelEnvironments
 from beast.errors import FlagError
-from beast.metrics import is_finite
-from beast.nets import create_net
-from beast.normalizer import Normalizer, RewardScaler
-from beast.parallel_environments import ParallelEnvironments
+from beast.learners.nets import create_net
+from beast.learners.normalizer import Normalizer, RewardScaler
+from beast.nest import map_nest
+from beast.runs import evaluate
+from beast.runs.metrics import is_finite
 
 SCRIPT = ROOT / "ppo.py"
 

@@ -16,7 +16,9 @@ import pytest
 from program import ROOT, Program
 
 import monobeast
-from beast import checkpoint, machine, queue_runs
+from beast import queue_runs
+from beast.processes import machine
+from beast.runs import checkpoint
 
 DOCS = ROOT / "docs" / "runs.md"
 ENVS = ["--env", "{Pong,Breakout}NoFrameskip-v4", "--seed", "{1,2,3}", "--xpid", "{env}-{seed}"]

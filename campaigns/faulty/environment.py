@@ -21,7 +21,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 
 import polybeast_env
-from beast.environments import Environments
+from beast.envs.environments import Environments
 
 FOLDER = pathlib.Path(os.environ["FAULTS_FOLDER"])
 POISON = 1000.0  # the reward after a broken row, where no step should follow

@@ -15,7 +15,7 @@ from faulty.environment import create_environments  # noqa: E402
 from faulty.rows import check_rows  # noqa: E402
 
 import monobeast  # noqa: E402
-from beast import run  # noqa: E402
+from beast.runs import run  # noqa: E402
 
 
 def act(*args):

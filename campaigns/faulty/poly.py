@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "campaigns")]
 from faulty.rows import check_rows  # noqa: E402
 
 import polybeast  # noqa: E402
-from beast import run  # noqa: E402
+from beast.runs import run  # noqa: E402
 
 
 def learn(flags, model, batch, *others):

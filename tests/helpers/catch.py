@@ -19,8 +19,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 from catch_env import Catch, Counter, Echo, Failing, create_env  # noqa: F401 - tests use them
 
 import monobeast
-from beast import actors
-from beast import run as beast_run
+from beast.actors import actors
+from beast.runs import run as beast_run
 
 
 class Net(nn.Module):

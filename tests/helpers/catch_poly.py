@@ -16,7 +16,7 @@ import catch
 import catch_env
 
 import polybeast
-from beast import servers, streams
+from beast.servers import servers, streams
 
 
 class Net(catch.Net):

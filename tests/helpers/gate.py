@@ -15,7 +15,8 @@ import time
 import gymnasium as gym
 from gymnasium.envs.classic_control import CartPoleEnv
 
-from beast import agents, run
+from beast.gossip import agents
+from beast.runs import run
 
 GATE = pathlib.Path(os.environ.get("GATE", "/nowhere"))
 OWNER = GATE.with_suffix(".owner")

@@ -25,21 +25,20 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 
 import catch
 import catch_poly
-from test_parity import SPACE, A, make_batch
+from batches import SPACE, A, make_batch
 
 import monobeast
 import polybeast
-from beast import torchrun
-from beast.environments import map_nest
-from beast.exchange import Exchange
-from beast.learner import Learner
-from beast.learner_group import ALONE
-from beast.weights import LocalWeights
+from beast.actors.weights import LocalWeights
+from beast.learners import torchrun
+from beast.learners.exchange import Exchange
+from beast.learners.learner import Learner
+from beast.learners.learner_group import ALONE
+from beast.nest import map_nest
 
 NETS = ("small", "fp32", "bf16")  # the latter two are the program's own
 PROGRAMS = {"monobeast": monobeast, "polybeast": polybeast}

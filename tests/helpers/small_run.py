@@ -3,12 +3,12 @@
 
 import torch
 
-from beast import checkpoint
-from beast.checkpoint_writer import Writer
+from beast.actors.weights import LocalWeights
 from beast.flags import add_learner_flags, add_run_flags, parse_flags
-from beast.learner import Batch, Learner
+from beast.learners.learner import Batch, Learner
 from beast.parser import Parser
-from beast.weights import LocalWeights
+from beast.runs import checkpoint
+from beast.runs.checkpoint_writer import Writer
 
 T, B = 2, 3
 UPDATE = {"steps": 100.0, "total_loss": 0.5}

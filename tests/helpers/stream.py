@@ -9,9 +9,10 @@ import queue
 
 import grpc
 import numpy as np
+import pytest
 from deadline import DEADLINE, Thread, wait_until
 
-from beast.environments import Environments
+from beast.envs.environments import Environments
 from libtorchbeast import Server
 from libtorchbeast import rpcenv_pb2 as pb
 
@@ -173,3 +174,18 @@ def serving(env_class, *args, **kwargs):
         yield server.address
     finally:
         server.stop()
+
+
+def refusal(address, **options):
+    """Return status code and text with which a server refuses a stream."""
+    with pytest.raises(grpc.RpcError) as error:
+        Stream(address, **options)
+    return error.value.code(), error.value.details()
+
+
+def leaf(**kwargs):
+    return pb.Nest(array=array(**kwargs))
+
+
+def array(dtype=8, shape=(2,), data=bytes(16)):
+    return pb.Array(dtype=dtype, shape=shape, data=data)

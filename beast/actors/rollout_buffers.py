@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MonoBeast's rollouts: buffers in shared memory, and the batches that are made of them."""
+
+import torch
+
+from beast.errors import FlagError
+from beast.learners.devices import DeviceCopies
+from beast.learners.learner import Batch
+from beast.nest import map_nest
+from beast.processes.machine import check_shared_memory, fit_actors
+
+
+def _check_deterministic(flags, num_buffers):
+    """Refuse what --deterministic does not go with."""
+    num_envs = flags.num_actors * flags.envs_per_actor
+    needed = {"batch_size": num_envs, "num_learner_threads": 1, "num_buffers": num_buffers}
+    for name, value in needed.items():
+        if getattr(flags, name) != value:
+            raise FlagError(
+                f"--{name} is {getattr(flags, name)}, but --deterministic makes each batch of one "
+                f"rollout of each of the {num_envs} environments, while the next one is played: "
+                f"give --{name} {value}"
+            )
+
+
+def check_buffers(flags):
+    """Refuse fewer buffers than can be in use at once; fill in num_buffers.
+
+    At the least number actors and learner wait for each other, so by default there is room for one
+    batch more. What is beyond that waits in the full queue, and makes the policy lag larger.
+    """
+    least = flags.num_actors * flags.envs_per_actor + flags.batch_size
+    if flags.num_buffers is None:
+        flags.num_buffers = least if flags.deterministic else least + flags.batch_size
+        flags.chosen = [*flags.chosen, "num_buffers"]
+    if flags.deterministic:
+        _check_deterministic(flags, least)
+    if flags.num_buffers < least:
+        raise FlagError(
+            f"--num_buffers is {flags.num_buffers}, but the actors fill --num_actors x "
+            f"--envs_per_actor = {flags.num_actors} x {flags.envs_per_actor} buffers at once, and "
+            f"the learner takes --batch_size = {flags.batch_size} more: give it at least {least}"
+        )
+
+
+def create_buffers(flags, row, agent_output, agent_state):
+    """Return the rollout buffers in shared memory: one tensor a key, [num_buffers, T + 1, ...].
+
+    There are fewer actors then, where their number was left open and /dev/shm is small.
+
+    Args:
+      row, agent_output: dicts of tensors [T, B, ...] (or nests of them), agent_state: nest of
+        tensors [layers, B, ...]; all of them samples.
+
+    Raises:
+      FlagError: /dev/shm has no room for them.
+    """
+    T = flags.unroll_length
+    rollout = {  # one, on the device "meta", which has no memory
+        "rows": map_nest(lambda x: x.to("meta").new_empty(T + 1, *x.shape[2:]), row | agent_output),
+        "initial_agent_state": map_nest(
+            lambda s: s.to("meta").new_empty(s.shape[0], 1, *s.shape[2:]), agent_state
+        ),
+        "policy_version": torch.empty((), dtype=torch.int64, device="meta"),
+        "actor": torch.empty((), dtype=torch.int64, device="meta"),  # which has filled it
+    }
+    sizes = []
+    map_nest(lambda x: sizes.append(x.numel() * x.element_size()), rollout)
+    fit_actors(flags, sum(sizes))
+    M = flags.num_buffers
+    advice = (
+        f", or lower --num_buffers ({M}), --num_actors ({flags.num_actors}) or --envs_per_actor "
+        f"({flags.envs_per_actor})"
+    )
+    check_shared_memory(M * sum(sizes), "the rollout buffers", advice)
+    return map_nest(lambda x: torch.zeros(M, *x.shape, dtype=x.dtype).share_memory_(), rollout)
+
+
+def write_agent_state(buffers, indices, agent_state):
+    """Write the recurrent state before row 0, tensors [layers, N, ...], into N buffers."""
+
+    def write(buffer, state):
+        for i, index in enumerate(indices):
+            buffer[index] = state[:, i : i + 1]
+
+    map_nest(write, buffers["initial_agent_state"], agent_state)
+
+
+def write_row(rows, indices, t, row):
+    """Write row t, a dict of nests of arrays [N, ...], into N buffers, whose arrays are `rows`."""
+    for key, value in row.items():
+        map_nest(lambda b, a: b.__setitem__((indices, t), a), rows[key], value)
+
+
+def read_batches(flags, actors, buffers, learner, run):
+    """Yield one Batch of full buffers after the other, until the actors are closed.
+
+    Each overwrites the one before. With --deterministic the buffers go back to the actors when the
+    next batch is asked for, and so with the weights that were learned from this one.
+    """
+    T, B, copies = flags.unroll_length, flags.batch_size, DeviceCopies(learner.device)
+    pin = learner.device.type == "cuda"
+    rows = map_nest(
+        lambda b: torch.empty(T + 1, B, *b.shape[2:], dtype=b.dtype, pin_memory=pin),
+        buffers["rows"],
+    )
+    for indices in run.follow(iter(lambda: actors.take(B), None)):
+        for i, m in enumerate(indices):
+            map_nest(lambda x, b, i=i, m=m: x[:, i].copy_(b[m]), rows, buffers["rows"])
+        agent_state = map_nest(
+            lambda b, at=indices: torch.cat([b[m] for m in at], dim=1),
+            buffers["initial_agent_state"],
+        )
+        versions = buffers["policy_version"][indices].tolist()
+        sources = {"actors": buffers["actor"][indices].tolist()}
+        if not flags.deterministic:
+            actors.release(indices)
+        device_rows, device_state = copies.copy((rows, agent_state))
+        yield Batch(device_rows, device_state, rows, versions, sources)
+        copies.wait()  # before the rows are overwritten
+        if flags.deterministic:
+            buffers["policy_version"][indices] = learner.weights.version
+            actors.release(indices)

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step N Gymnasium environments as one batch, whose rows libtorchbeast/rows.py describes."""
+
+import contextlib
+import logging
+import multiprocessing
+import re
+
+import gymnasium as gym
+import numpy as np
+
+from beast.envs.spaces import (
+    action_range,
+    count_actions,
+    empty_actions,
+    empty_observation,
+    find_outside,
+    random_actions,
+    spaces_to_json,
+    to_action,
+)
+from beast.errors import EnvError, FlagError
+from libtorchbeast.rows import Rows, count_games, draw_seeds, read_step, write_observation
+
+
+def try_out(environments, num_steps=10):
+    """Reset `environments` and take a few random steps, so that mistakes show before training.
+
+    Returns:
+      The very first row, as `initial` does, whose arrays the steps have overwritten.
+
+    Raises:
+      EnvError: an environment raised, or returned what its spaces do not allow.
+    """
+    random = np.random.default_rng(0)
+    environments.watched_steps = num_steps + 1
+    row = environments.initial()
+    for _ in range(num_steps):
+        environments.step(random_actions(environments.action_space, environments.num_envs, random))
+    return row
+
+
+class Environments:
+    """N environments, stepped one after the other as one batch.
+
+    Args:
+      create_env: called N times without arguments; returns a Gymnasium environment.
+      num_envs: N.
+      seed: an int or a sequence of ints, from which each environment draws a seed of its own.
+      name: put in front of error messages.
+
+    Rows are returned in `row`, whose arrays stay the same and are overwritten by each call.
+    """
+
+    def __init__(self, create_env, num_envs, seed, name="environments"):
+        self.name = name
+        self.num_envs = num_envs
+        self.seeds = draw_seeds(seed, num_envs)
+        self.envs = []
+        try:
+            for i in range(num_envs):
+                try:
+                    self.envs.append(create_env())
+                except Exception as error:
+                    hint = ""
+                    if isinstance(error, gym.error.UnregisteredEnv):
+                        hint = " Name one that a package registers as package:ID"
+                    # Gymnasium's errors, such as those of unknown names, say what to change.
+                    raise EnvError(
+                        f"{name}: cannot create environment {i}: {_describe(error)}{hint}"
+                    ) from (None if isinstance(error, gym.error.Error) else error)
+            self._check_spaces()
+        except BaseException:
+            self.close()
+            raise
+        self.observation_space = self.envs[0].observation_space
+        self.action_space = self.envs[0].action_space
+        self.num_actions = count_actions(self.action_space)
+        self._action_range = action_range(self.action_space)
+        self._rows = Rows(
+            num_envs,
+            frame=empty_observation(self.observation_space, num_envs),
+            last_action=empty_actions(self.action_space, num_envs),
+        )
+        self.row = self._rows.row
+        self._steps = [0] * num_envs  # calls of step since the start, for error messages
+        # Rows that are still compared with the bounds of their space. Of processes only the first
+        # one of each parent (its name ends in -1 or :1) does so, or each would warn.
+        numbers = re.split("[-:]", multiprocessing.current_process().name)[1:]
+        self.watched_steps = 1000 if set(numbers) <= {"1"} else 0
+
+    @property
+    def spaces(self):
+        """Observation space, action space and frame skip as JSON."""
+        return spaces_to_json(self.observation_space, self.action_space, self.frame_skip)
+
+    @property
+    def stack_size(self):
+        """How many frames an observation is a stack of; 0 where that is not known."""
+        return int(self._wrapper_attr("stack_size", 0))
+
+    @property
+    def frame_skip(self):
+        """How many frames a step takes: what a wrapper calls `frame_skip`, else 1."""
+        return int(self._wrapper_attr("frame_skip", 1))
+
+    def initial(self):
+        """Reset every environment and return the very first row."""
+        self._rows.restart()
+        for i, seed in enumerate(self.seeds):
+            self._reset(i, seed)
+        self._warn_of_bounds()
+        return self.row
+
+    def step(self, actions):
+        """Take `actions` and return the next row.
+
+        Args:
+          actions: like the row's last_action. Of Discrete, [N] ints in 0..num_actions - 1; of
+            MultiDiscrete, [N, k] ints likewise; of a Box, [N, k] floats within its bounds.
+
+        Raises:
+          EnvError: an action is outside its space; or an environment raised, or returned what its
+            spaces do not allow.
+        """
+        self._check_actions(actions)
+        for i, action in enumerate(actions.tolist() if actions.ndim == 1 else actions):
+            if self._rows.at_end[i]:
+                self._rows.begin(i)
+                self._reset(i)
+            else:
+                self._step(i, action)
+        self._warn_of_bounds()
+        return self.row
+
+    def close(self):
+        with contextlib.ExitStack() as stack:  # all, whichever raises
+            for env in reversed(self.envs):
+                if hasattr(env, "close"):
+                    stack.callback(env.close)
+            self.envs = []
+
+    def _check_actions(self, actions):
+        likeness = self.row["last_action"]
+        if actions.shape != likeness.shape or not np.can_cast(
+            actions.dtype, likeness.dtype, "same_kind"
+        ):
+            raise EnvError(
+                f"{self.name}: the actions are {actions.dtype}{list(actions.shape)}, but those of "
+                f"{self.num_envs} environments with the action space {self.action_space} "
+                f"are {likeness.dtype}{list(likeness.shape)}"
+            )
+        least, largest = self._action_range
+        allowed = (least <= actions) & (actions <= largest)  # false for NaN
+        if allowed.all():
+            return
+        for i in range(self.num_envs):
+            if not allowed[i].all() and not self._rows.at_end[i]:  # else it is ignored
+                self._steps[i] += 1
+                raise self._error(
+                    i, f"the action is {actions[i]}; it must be from {least} to {largest}"
+                )
+
+    def _step(self, i, action):
+        self._steps[i] += 1
+        try:
+            result = self.envs[i].step(to_action(self.action_space, action))
+        except Exception as error:
+            raise self._error(i, f"step({action}) raised {_describe(error)}") from error
+        try:
+            observation, *outcome = result
+            outcome = read_step(*outcome)
+        except (TypeError, ValueError) as error:
+            raise self._error(i, _describe_result(result) or str(error)) from None
+        self.row["last_action"][i] = action
+        if self._rows.step(i, *outcome):
+            self._reset(i)
+        else:
+            self._write_frame(i, observation)
+
+    def _reset(self, i, seed=None):
+        num_games = None if self.row["game_done"][i] else count_games(self.envs[i])
+        try:
+            result = self.envs[i].reset(seed=seed)
+        except Exception as error:
+            raise self._error(i, f"reset() raised {_describe(error)}") from error
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+            raise self._error(
+                i,
+                "reset() returned no pair of an observation and a dict, as in the old Gym API: "
+                "return observation and info",
+            )
+        if num_games is not None and count_games(self.envs[i]) != num_games:
+            self._rows.end_game(i)
+        self._write_frame(i, result[0])
+
+    def _write_frame(self, i, observation):
+        try:
+            write_observation(self.row["frame"], i, observation, "as its space says")
+        except ValueError as error:
+            raise self._error(i, f"the observation is not of its space: {error}") from None
+
+    def _warn_of_bounds(self):
+        """Log, once, an observation that is outside its space, by which nets may scale it."""
+        if self.watched_steps > 0:
+            self.watched_steps -= 1
+            if found := find_outside(self.observation_space, self.row["frame"]):
+                self.watched_steps = 0
+                path, i, space = found
+                what = f"{path} has numbers outside its space, {space}: correct them, or its bounds"
+                logging.warning("%s", self._error(i, what))
+
+    def _wrapper_attr(self, name, default):
+        try:
+            return self.envs[0].get_wrapper_attr(name)
+        except AttributeError:
+            return default
+
+    def _check_spaces(self):
+        first = self.envs[0]
+        for i, env in enumerate(self.envs):
+            for what in ("observation_space", "action_space"):
+                if not hasattr(env, what):
+                    raise EnvError(
+                        f"{self.name}: environment {i} is {env!r:.100}, which has no {what}: "
+                        "return a Gymnasium environment from create_env"
+                    )
+        try:
+            count_actions(first.action_space)
+            empty_observation(first.observation_space, 0)
+        except EnvError as error:
+            raise EnvError(f"{self.name}: {error}") from None
+        for i, env in enumerate(self.envs):
+            for what in ("observation_space", "action_space"):
+                space, other = getattr(env, what), getattr(first, what)
+                if space != other:
+                    raise EnvError(
+                        f"{self.name}: the {what.replace('_', ' ')} of environment {i} is {space}, "
+                        f"but that of environment 0 is {other}; all must be equal"
+                    )
+
+    def _error(self, i, what):
+        env = self.envs[i]
+        env_id = getattr(getattr(env, "spec", None), "id", env)  # it may be no gym.Env
+        return EnvError(
+            f"{self.name}: environment {i} ({env_id}, seed {self.seeds[i]}), "
+            f"step {self._steps[i]}: {what}"
+        )
+
+
+def _describe(error):
+    return str(error) if isinstance(error, FlagError) else f"{type(error).__name__}: {error}"
+
+
+def _describe_result(result):
+    """Return what is wrong with what `step` returned as a whole, or None."""
+    expected = "observation, reward, terminated, truncated and info"
+    if not isinstance(result, (tuple, list)):
+        return f"step() returned {type(result).__name__}; it should return {expected}"
+    if len(result) == 4:
+        return f"step() has the old Gym API: return terminated and truncated, that is, {expected}"
+    if len(result) != 5:
+        return f"step() returned {len(result)} values; it should return {expected}"
+    return None

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices: which one learns, in which number format, and copies to it in streams of its own.
+
+A CUDA stream works in the background. Events order streams. A tensor is recorded with each stream
+that reads it, since PyTorch reuses its memory when the stream that allocated it is done. On a CPU
+copies need nothing of this.
+
+NOT RUN YET on a GPU, and so its gain is not measured: begin with tests/learners/test_cuda.py.
+"""
+
+import functools
+import logging
+import time
+
+import torch
+
+from beast.nest import map_nest
+
+
+def get_device(flags):
+    """Return the device to learn on."""
+    cuda = torch.cuda.is_available() and not flags.disable_cuda
+    return torch.device("cuda:0" if cuda else "cpu")
+
+
+def autocast(flags, device):
+    """Have the model compute in --precision; its weights stay float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=computes_in_bf16(flags, device))
+
+
+def computes_in_bf16(flags, device):
+    return flags.precision == "bf16" and device.type not in flags.fp32_devices
+
+
+def to_float32(outputs):
+    """Return a nest of tensors with those that are bfloat16 as float32."""
+    return map_nest(lambda x: x.float() if x.dtype == torch.bfloat16 else x, outputs)
+
+
+@functools.cache
+def has_bf16(device):
+    """Return whether the device multiplies in bfloat16 by itself, and faster than in float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    features = getattr(torch.cpu, "get_capabilities", dict)()  # older torch has none
+    if not (features.get("avx512_bf16") or features.get("amx_bf16")):
+        return False
+    # An Intel Xeon that has the instructions, but not AMX, takes twice as long in bfloat16.
+    return time_of_product(torch.bfloat16) < 0.8 * time_of_product(torch.float32)
+
+
+def time_of_product(dtype):
+    """Return the seconds of CPU time in which one thread multiplies two matrices."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    matrix = torch.ones(512, 512, dtype=dtype)
+    times = []
+    for _ in range(6):  # the first ones make the kernel, and wake the core
+        begin = time.thread_time()
+        torch.mm(matrix, matrix)
+        times.append(time.thread_time() - begin)
+    torch.set_num_threads(num_threads)
+    return min(times)
+
+
+def choose_precision(flags, net, devices):
+    """Set flags.precision, where it is open: to bf16 if the net and a device are good at it.
+
+    The other devices compute in fp32 then; flags.fp32_devices has their types.
+
+    Args:
+      net: a net, or its class.
+      devices: of the learner and of the actors or inference.
+    """
+    slow = {device.type for device in devices if not has_bf16(device)}
+    flags.fp32_devices = []
+    if flags.precision is None:
+        flags.chosen = [*flags.chosen, "precision"]
+        some_fast = len(slow) < len({device.type for device in devices})
+        flags.precision = "bf16" if some_fast and getattr(net, "knows_bf16", False) else "fp32"
+        flags.fp32_devices = sorted(slow) if flags.precision == "bf16" else []
+    elif flags.precision == "bf16" and slow:
+        logging.warning(
+            "--precision bf16 is slower than fp32 on this machine (%s)",
+            ", ".join(sorted(slow)),
+        )
+
+
+def record_event(device):
+    """Return an event after all work that the current stream has now; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def use_after(event, nest, device):
+    """Have the current stream use tensors that another one has written before the event."""
+    if event is not None:
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(event)
+        map_nest(lambda x: x.record_stream(stream), nest)
+
+
+class DeviceCopies:
+    """Copies of nests of tensors on a device, in a stream of their own, for one thread.
+
+    The tensors must stay as they are until `wait` returns: their copies may be under way.
+    """
+
+    def __init__(self, device):
+        self._device, self._copied = device, None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, nest):
+        """Return a nest on the device, which the current stream may use at once."""
+        if self._stream is None:
+            return map_nest(lambda x: x.to(self._device), nest)
+        with torch.cuda.stream(self._stream):
+            copies = map_nest(lambda x: x.to(self._device, non_blocking=True), nest)
+            self._copied = record_event(self._device)
+        use_after(self._copied, copies, self._device)
+        return copies
+
+    def wait(self):
+        """Wait until what was copied last may be written to again."""
+        if self._copied is not None:
+            self._copied.synchronize()

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learner: its batches, the state that its threads change, and the lock that guards it."""
+
+import contextlib
+import os
+import threading
+from typing import NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from beast.errors import FlagError
+from beast.learners import learner_group
+from beast.nest import map_nest
+
+SMALLEST_SQUARE = 1e-36  # that raise_squares leaves
+
+
+class Batch(NamedTuple):
+    """Rollouts to learn from, and what is logged of them."""
+
+    rows: dict  # nests of tensors [T + 1, B, ...], on the learner's device
+    # Before row 0, a nest of tensors [layers, B, ...], there too; of `collect` a pair: before row 0
+    # and before row T.
+    agent_state: tuple
+    cpu_rows: dict  # the same rows on the CPU
+    policy_versions: list  # B numbers: of the weights that acted
+    sources: dict  # the actors or streams that made them, for messages
+
+
+class Learner:
+    """Model, optimizer, schedule, counts and published weights.
+
+    Args:
+      model: on its device.
+      optimizer: one, or a dict of several by their names.
+      decay: returns the factor of all learning rates after so many agent steps.
+      weights: SharedWeights, LocalWeights or Version, into which new weights are published.
+
+    Attributes:
+      scheduler: of the optimizer, or a dict of those of several.
+      group: of learners of the same policy, this one among them.
+      num_threads: with which PyTorch shall compute in the learner's threads.
+      lock: reentrant; held while anything here is changed or copied.
+      hold: returns a context manager, to enter before the lock is taken to save the state: it stops
+        other processes that change it, as gala.py's agents do. By default it does nothing.
+      stats: dict of step (agent steps learned from), episode_returns and game_returns (of the last
+        100), skipped_updates and skipped_in_a_row.
+    """
+
+    def __init__(self, model, optimizer, decay, weights):
+        self.lock, self.hold = threading.RLock(), contextlib.nullcontext
+        self.model, self.optimizer, self.weights = model, optimizer, weights
+        self.group = learner_group.current()
+        self.num_threads = torch.get_num_threads()
+        self.device = next(model.parameters()).device
+        self.stats = {"step": 0, "episode_returns": [], "game_returns": []}
+        self.stats |= {"skipped_updates": 0, "skipped_in_a_row": 0}
+        self.scheduler = map_nest(lambda o: LambdaLR(o, lambda _: decay(self.step)), optimizer)
+        if self.device.type == "cpu":
+            map_nest(raise_squares, optimizer)
+
+    @property
+    def step(self):
+        return self.stats["step"]
+
+    @property
+    def learning_rate(self):
+        """The learning rate of the optimizer, or of the first of several."""
+        rates = []
+        map_nest(lambda o: rates.append(o.param_groups[0]["lr"]), self.optimizer)
+        return rates[0]
+
+    @property
+    def optimizer_name(self):
+        """The name of the optimizer's class, or a dict of those of several."""
+        return map_nest(lambda o: type(o).__name__, self.optimizer)
+
+    def count(self, steps, episode_returns, game_returns):
+        """Count an update: its agent steps, and the returns of what ended in its batch."""
+        self.stats["step"] += int(steps)
+        map_nest(LambdaLR.step, self.scheduler)
+        for name, returns in (("episode_returns", episode_returns), ("game_returns", game_returns)):
+            self.stats[name] = (self.stats[name] + returns)[-100:]
+
+    def use_threads(self):
+        """Have PyTorch compute with num_threads in this thread; pin two of them to the two cores.
+
+        In convolutions threads wait for each other without giving up their core. Where another
+        program keeps a core busy, Linux has both share the other one, and a batch takes 20 times as
+        long (benchmarks/README.md). It is for programs whose actors do not play meanwhile.
+        """
+        torch.set_num_threads(self.num_threads)
+        cores, before = sorted(os.sched_getaffinity(0)), os.listdir("/proc/self/task")
+        # More than two are not pinned: libgomp ends and starts some of them between layers, and
+        # those would inherit the core of this one.
+        if self.device.type != "cpu" or not len(cores) == self.num_threads == 2:
+            return
+        torch.ones(2**20).sum()  # starts the other one
+        started = [0, *map(int, set(os.listdir("/proc/self/task")).difference(before))]
+        if len(started) == 2:  # else others were started meanwhile
+            with contextlib.suppress(OSError):  # a sandbox may forbid it
+                for thread, core in zip(started, cores, strict=True):
+                    os.sched_setaffinity(thread, {core})
+
+    def state(self):
+        """Return all that a learner of the same policy needs: tensors and plain values."""
+        state = {"parts": map_nest(lambda x: x.state_dict(), self._parts), "stats": self.stats}
+        return state | {"buffers": list(self.model.buffers())}  # also those that are not saved
+
+    def load_state(self, state):
+        map_nest(lambda x, own: x.load_state_dict(own), self._parts, tuple(state["parts"]))
+        for buffer, own in zip(self.model.buffers(), state["buffers"], strict=True):
+            buffer.copy_(own)
+        self.stats.update(state["stats"])
+
+    @property
+    def _parts(self):
+        return self.model, self.optimizer, self.scheduler
+
+    def publish(self):
+        self.weights.publish(self.model)
+
+
+def create_state(optimizer):
+    """Create an optimizer's state, which torch would create at the first step.
+
+    Raises:
+      FlagError: that is not all zeros, so it depends on the first step.
+    """
+    if optimizer.state:  # of those that make it at once
+        return
+    kept = [dict(group) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group.update({"weight_decay": 0.0} if "weight_decay" in group else {})
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # which changes no parameter, as all gradients are 0
+    optimizer.zero_grad()
+    for group, before in zip(optimizer.param_groups, kept, strict=True):
+        group.update(before)
+    begins_otherwise = any(group.get("dampening") for group in kept)
+    for state in optimizer.state.values():
+        for name, tensor in state.items():
+            if torch.is_tensor(tensor):
+                begins_otherwise |= name != "step" and bool((tensor.abs() > SMALLEST_SQUARE).any())
+                tensor.zero_()
+    if begins_otherwise:
+        raise FlagError(
+            f"the state of {type(optimizer).__name__} does not begin with zeros, so agents cannot "
+            "share it: choose another optimizer, as RMSprop, Adam, or SGD without dampening"
+        )
+
+
+def raise_squares(optimizer):
+    """Keep the means of squares of RMSProp or Adam at 1e-36 or more, as roots of less are slow.
+
+    Those of a dead unit decay to less than 1e-38, with which a step takes up to 7 times as long
+    (benchmarks/README.md). This changes no weight, since any epsilon is far larger.
+    """
+
+    def raise_them(optimizer, *_):
+        names = "square_avg", "exp_avg_sq"
+        squares = [s[name] for s in optimizer.state.values() for name in names if name in s]
+        if squares:
+            torch._foreach_clamp_min_(squares, SMALLEST_SQUARE)
+
+    optimizer.register_step_post_hook(raise_them)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How processes start, and what ends them with their parent. No torch here."""
+
+import contextlib
+import fcntl
+import importlib.machinery
+import logging
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.resource_tracker
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+
+from beast.errors import FlagError
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
+    STOP_SIGNALS += (signal.SIGHUP,)  # the terminal, or the connection to it, is lost
+LOG_FORMAT = "[%(levelname)s %(asctime)s %(process)d] %(message)s"
+MAX_SOCKET_PATH = 107  # bytes, by Linux
+MAX_NAME = 32  # bytes of it for names that we and multiprocessing make
+HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)  # which a new process is not ready for at once
+
+
+def start_logging():
+    logging.basicConfig(format=LOG_FORMAT, level=logging.INFO)
+
+
+class StopSignals:
+    """Catches STOP_SIGNALS; one that comes more than a second later ends the process at once.
+
+    Within the second it is the same one again: make and timeout send it to the process and to its
+    group.
+
+    Args:
+      announce: called with the name of the first one, in a thread, since the main one may be
+        holding the very locks that this needs.
+
+    Attributes:
+      first: the first one that came, or None.
+    """
+
+    def __init__(self, announce):
+        self._announce, self.first = announce, None
+
+    def catch(self):
+        self._handlers = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+
+    def restore(self):
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number, _):
+        if self.first is None:
+            self.first, self.time = signal.Signals(number), time.monotonic()
+            threading.Thread(target=self._announce, args=(self.first.name,)).start()
+        # A terminal that is closed may send another SIGHUP much later.
+        elif number != signal.SIGHUP and time.monotonic() > self.time + 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def exit_on_signals():
+    """Have SIGINT and SIGTERM raise SystemExit in the main thread, with the status of a shell."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in a background job of a shell
+            signal.signal(number, _exit_on_signal)
+
+
+def _exit_on_signal(number, frame):
+    # An extension module whose initialization raises may end in a SIGSEGV (ale_py's does).
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), importlib.machinery.ExtensionFileLoader):
+            threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+            return
+        frame = frame.f_back
+    sys.exit(128 + number)
+
+
+@contextlib.contextmanager
+def signals_blocked():
+    """Block the handled signals in the processes that are started in this block.
+
+    A process unblocks them when its handlers are in place. Until then a Ctrl-C, which reaches the
+    whole process group, would end it in the middle of its imports.
+    """
+    multiprocessing.resource_tracker.ensure_running()  # starting it later would unblock them
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+
+
+def exit_now():
+    """End this process at once, whatever its other threads do, and its group if it leads one."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def lead_group():
+    """Lead a process group, which the kernel kills when the parent ends, even if all in it hang.
+
+    For processes that multiprocessing has started, and that may start others.
+    """
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # which a background group gets for its output
+    os.setpgid(0, 0)
+    pipe = multiprocessing.parent_process().sentinel
+    with contextlib.suppress(OSError):  # a sandbox may not know it: exit_with_parent is left then
+        # When its other end is closed, the kernel sends the group a SIGIO, or what F_SETSIG says.
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def exit_with_parent(pipe=None, end=exit_now, while_alive=lambda: None):
+    """Have this process end when its parent does, even of SIGKILL: by a thread that watches a pipe.
+
+    Args:
+      pipe: file descriptor of a pipe whose other end the parent holds open: for programs that a
+        program starts, standard input. By default multiprocessing's own.
+      end: called in the thread when the parent has ended.
+      while_alive: called about once a second until then.
+    """
+    if pipe is None:
+        pipe = multiprocessing.parent_process().sentinel
+
+    def watch():
+        while not (multiprocessing.connection.wait([pipe], timeout=1) and os.read(pipe, 1) == b""):
+            while_alive()
+        end()
+
+    threading.Thread(target=watch, name="exit with parent", daemon=True).start()
+
+
+def socket_folder():
+    """Return where folders for sockets can be made: the temporary folder, or a shorter one.
+
+    Raises:
+      FlagError: there is none.
+    """
+    temporary = tempfile.gettempdir()
+    for folder in (temporary, "/tmp", "/var/tmp", "/dev/shm"):
+        is_short = len(os.fsencode(folder)) <= MAX_SOCKET_PATH - MAX_NAME
+        if is_short and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise FlagError(
+        f"TMPDIR ({temporary}) is too long for sockets, whose paths have at most "
+        f"{MAX_SOCKET_PATH} bytes, and /tmp cannot be written to: set TMPDIR to a shorter path"
+    )

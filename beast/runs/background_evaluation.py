@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--eval_interval: evaluations while training goes on, each in a process of its own."""
+
+import contextlib
+import io
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import torch
+
+from beast.runs import checkpoint
+from beast.runs.atomic_files import replace_file
+from beast.runs.checkpoint import NEWEST, run_path
+from beast.runs.evaluate import describe_result
+
+FOLDER = ".eval"  # in the run's folder while the run goes on
+OUTPUT, RESULT = "out.log", "result.json"  # in that folder: of the newest evaluation
+
+
+class BackgroundEvaluation:
+    """Evaluates the newest weights from time to time, while others learn.
+
+    An evaluation is a process: the same program in `--mode test`, with a copy of the weights and
+    always the same seed. It has an actor's priority and one thread, and it ends with this process,
+    however that ends. An evaluation that fails is logged, and the run goes on.
+
+    Args:
+      flags: those of the run.
+      step: at which the run starts, or is resumed.
+    """
+
+    def __init__(self, flags, step):
+        self._flags = flags
+        self._folder = run_path(flags) / FOLDER
+        self._process = None
+        self._plan_next(step)
+
+    def tick(self, learner):
+        """Start an evaluation if one is due; return the metrics of one that has ended, else Nones.
+
+        Args:
+          learner: has model and stats, and the lock that guards them.
+        """
+        if not self._flags.eval_interval:
+            return {}
+        metrics = dict.fromkeys(("eval_step", "eval_return_mean", "eval_return_ci95"))
+        if self._process is not None and self._has_ended():
+            metrics |= self._end()
+        step = learner.stats["step"]
+        if step >= self._next_step:
+            self._plan_next(step)
+            if self._process is None:
+                self._start(learner)
+            else:
+                logging.warning(
+                    "No evaluation at step %s: that of step %s has been playing for %.0f s",
+                    *(f"{step:,}", f"{self._step:,}", time.monotonic() - self._start_time),
+                )
+        return metrics
+
+    def close(self):
+        """End an evaluation that is under way; none starts after this."""
+        if not self._flags.eval_interval:
+            return
+        self._next_step = math.inf
+        if self._process is not None:
+            logging.info("The evaluation at step %s is not finished", f"{self._step:,}")
+            self._kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _plan_next(self, step):
+        interval = self._flags.eval_interval or math.inf
+        self._next_step = (step // interval + 1) * interval
+
+    def _start(self, learner):
+        with learner.hold(), learner.lock:
+            self._step = learner.stats["step"]
+            snapshot = checkpoint.pack_weights(self._flags, learner.model, self._step)
+        content = io.BytesIO()
+        torch.save(snapshot, content)
+        arguments = ["--mode", "test", "--savedir", self._folder.parent, "--xpid", FOLDER]
+        arguments += ["--result_file", self._folder / RESULT, "--end_with_stdin"]
+        arguments += ["--greedy"] if self._flags.greedy else []
+        arguments += [f"--env={self._flags.env}"] if self._flags.env else []
+        try:
+            shutil.rmtree(self._folder, ignore_errors=True)  # of the evaluation before
+            self._folder.mkdir()
+            replace_file(self._folder / NEWEST, content.getbuffer())
+            with open(self._folder / OUTPUT, "w") as output:
+                # nice, not a preexec_fn: that would run Python in a fork of all these threads.
+                self._process = subprocess.Popen(
+                    ["nice", sys.executable, sys.modules["__main__"].__file__, *arguments],
+                    stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+                    process_group=0, env=os.environ | {"OMP_NUM_THREADS": "1"},
+                )  # fmt: skip
+            self._start_time = time.monotonic()
+        except Exception as error:
+            logging.error("Cannot evaluate at step %s, and go on: %s", f"{self._step:,}", error)
+
+    def _has_ended(self):
+        # Without reaping it, so that its process id stays that of its group.
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._process.pid, options) is not None
+
+    def _kill(self):
+        """Kill the process, if it lives, and those that its environments have started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        status = self._process.wait()
+        self._process.stdin.close()
+        self._process = None
+        return status
+
+    def _end(self):
+        """Return the metrics of the evaluation that has ended; none if it failed."""
+        status = self._kill()
+        try:
+            result = json.loads((self._folder / RESULT).read_text())
+        except (OSError, ValueError) as error:
+            try:
+                reason = (self._folder / OUTPUT).read_text(errors="replace")[-4000:].strip()
+            except OSError:
+                reason = str(error)
+            logging.error(
+                "The evaluation at step %s failed (exit status %d), and the run goes on:\n%s",
+                *(f"{self._step:,}", status, reason),
+            )
+            return {}
+        seconds = time.monotonic() - self._start_time
+        logging.info(
+            "Evaluation at step %s, %.0f s: %s", f"{self._step:,}", seconds, describe_result(result)
+        )
+        metrics = {"eval_step": self._step, "eval_return_mean": result["mean"]}
+        metrics["eval_return_ci95"] = result["ci95"]
+        if result["human_normalized"] is not None:
+            metrics["eval_human_normalized"] = result["human_normalized"]
+        return metrics

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing checkpoints at intervals: the newest one, and the best one."""
+
+import logging
+import time
+
+import torch
+
+from beast.errors import FlagError
+from beast.runs import metrics
+from beast.runs.atomic_files import replace_file, set_aside
+from beast.runs.checkpoint import ADVICE, BEST, NEWEST, load, pack, refusing, run_path, to_bytes
+
+
+class Writer:
+    """Writes the newest checkpoint of a run, and the best one where it is that, too.
+
+    Where that fails, as on a full disk, the checkpoint before stays, and so does the run.
+
+    Attributes:
+      failure: why the last attempt to save failed, in words; else empty.
+    """
+
+    def __init__(self, flags, learner):
+        self._flags = flags
+        self.failure = ""
+        folder = run_path(flags)
+        best, self._best_score = None, (0, None)
+        try:
+            with refusing(folder / BEST):
+                if not flags.disable_checkpoint and (best := load(flags, BEST)):
+                    self._best_score = _score(best["stats"])
+        except FlagError as error:  # which costs only the comparison with it
+            best = None
+            set_aside(folder / BEST, str(error).removesuffix(f"; {ADVICE}"))
+        self._steps = {
+            NEWEST: learner.step if (folder / NEWEST).exists() else None,
+            BEST: best and best["step"],
+        }
+        self._due = time.monotonic() + flags.checkpoint_interval_s
+
+    def are_due(self, within):
+        """Return whether the interval will have passed in so many seconds."""
+        return time.monotonic() + within > self._due
+
+    def save(self, learner):
+        """Write what the learner is now; its lock is held while that is copied, not written.
+
+        With several `skipped_in_a_row` nothing is written, since the model may have diverged,
+        though no skipped update has changed it (in ppo.py only by its finite minibatches).
+
+        Raises:
+          FlagError: the checkpoint could not be loaded again; the one before stays.
+        """
+        if self._flags.disable_checkpoint:
+            return
+        start = time.monotonic()
+        with learner.hold(), learner.lock:
+            step, score = learner.step, _score(learner.stats)
+            weights = filter(torch.is_tensor, learner.model.state_dict().values())
+            skipped = learner.stats["skipped_in_a_row"]
+            if skipped > 2 or (skipped and not all(w.isfinite().all() for w in weights)):
+                self.failure = (
+                    f"no checkpoint was written at step {step:,}: the last {skipped} updates were "
+                    "not finite"
+                )
+                logging.warning("%s", self.failure)
+                return
+            buffer = to_bytes(pack(self._flags, learner))
+        self.failure = ""
+        # The best one first: it must not be worse than the newest, whenever this is killed.
+        for name in (BEST, NEWEST) if score > self._best_score else (NEWEST,):
+            self._write(name, step, buffer.getbuffer())
+        if self._steps[BEST] == step:
+            self._best_score = score
+        # The interval counts from one file on the disk to the next, however long writing takes.
+        self._due = 2 * start - time.monotonic() + self._flags.checkpoint_interval_s
+
+    def _write(self, name, step, content):
+        path = run_path(self._flags) / name
+        try:
+            replace_file(path, content)
+        except OSError as error:
+            before = self._steps[name]
+            before = "there is none" if before is None else f"that of step {before:,} stays"
+            self.failure = (
+                f"the checkpoint {path} of step {step:,} could not be written "
+                f"({error.strerror or error}): {before}"
+            )
+            logging.error("%s", self.failure)
+        else:
+            self._steps[name] = step
+            logging.info("Saved %s at step %s", path, f"{step:,}")
+
+
+def _score(stats):
+    """Return what is larger for the better checkpoint: with fewer games, a mean says nothing."""
+    return len(stats["game_returns"]), metrics.mean(stats["game_returns"])

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's folder, `--savedir`/`--xpid`, and its status line on the screen.
+
+    meta.json   flags, command, git commit, versions, machine, device, start and end
+    logs.csv    a header and a row a tick: _tick,_time,step,...; _time in seconds since the epoch
+    out.log     what was printed; out.rank1.log by another learner, and so on
+    model.tar   the newest checkpoint
+    best.tar    that with the highest mean return of the last 100 games
+    events.*    the same metrics as logs.csv, for TensorBoard
+    wandb/      the same for Weights & Biases, with --wandb
+    .eval/      weights under evaluation, with --eval_interval; removed at the end
+
+`latest` beside the runs' folders is a link to the newest one. No checkpoint, logs.csv or meta.json
+is ever torn, and a full disk ends no run: the log says what is missing (atomic_files.py).
+"""
+
+import contextlib
+import datetime
+import fcntl
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shlex
+import sys
+
+import torch
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from beast.errors import FlagError
+from beast.processes.lifetime import LOG_FORMAT
+from beast.runs.atomic_files import CSVFile, EventFile, LogHandler, replace_file, set_aside
+from beast.runs.background_evaluation import BackgroundEvaluation
+from beast.runs.checkpoint import BEST, NEWEST, run_path
+from beast.runs.checkpoint_writer import Writer
+from beast.runs.code_version import describe_git
+
+
+class RunFolder:
+    """The folder of a training run, locked against a second process, and its status line.
+
+    On a wide terminal a progress bar shows every tick, elsewhere a plain line.
+
+    Attributes:
+      checkpoints, evaluations: a Writer and a BackgroundEvaluation, once it is started.
+    """
+
+    def __init__(self, flags):
+        self.path = run_path(flags)
+        self._flags = flags
+        self._meta = _describe_run(flags)
+        self._lock = None
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - until the process ends
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in (NEWEST, BEST, "meta.json", "logs.csv"):  # of a process that was killed
+                (self.path / f"{path}.tmp").unlink(missing_ok=True)
+            if (self.path / "meta.json").exists():
+                self._read_earlier()
+            self._write_meta()
+            self._out = LogHandler(self.path / "out.log", LOG_FORMAT)
+        except BlockingIOError:
+            raise FlagError(
+                f"another process is training in {self.path}; stop it or choose another --xpid"
+            ) from None
+        except OSError as error:
+            if self._lock is not None:
+                self._lock.close()  # here, since whoever keeps the error keeps this object
+            raise FlagError(f"cannot use --savedir {flags.savedir}: {error}") from None
+        _link_latest(self.path)
+        logging.getLogger().addHandler(self._out)
+        self._csv = self._events = self._wandb = self.checkpoints = self.evaluations = None
+        self._bar = tqdm(
+            total=flags.total_steps,
+            # A narrower one would cut off the lag and the time left.
+            disable=not (sys.stderr.isatty() and os.get_terminal_size(2).columns >= 210),
+            bar_format="{percentage:3.0f}% {bar:10} {desc}",
+            dynamic_ncols=True,
+        )
+        # Log messages must not tear the bar apart.
+        self._redirect = contextlib.nullcontext() if self._bar.disable else logging_redirect_tqdm()
+        self._redirect.__enter__()
+
+    def start(self, learner):
+        """Open logs.csv and the event file; what they hold beyond the learner's step is dropped."""
+        step = learner.step
+        try:
+            self._csv = CSVFile(self.path / "logs.csv", step)
+            self._events = EventFile(self.path, step)
+            self._meta["device"] = str(learner.device)
+            self._write_meta()
+        except OSError as error:
+            raise FlagError(f"cannot use --savedir {self._flags.savedir}: {error}") from None
+        if self._flags.wandb:
+            self._start_wandb(step)
+        self.checkpoints = Writer(self._flags, learner)
+        self.evaluations = BackgroundEvaluation(self._flags, step)
+
+    def log(self, step, metrics, line):
+        """Write metrics by name into the files, and a line to the screen; None: no value yet."""
+        self._csv.write({"step": step, **metrics})
+        known = {name: value for name, value in metrics.items() if value is not None}
+        self._events.write(step, known)
+        if self._wandb is not None:
+            try:
+                self._wandb.log(known, step)
+            except Exception as error:  # which must not end a run
+                logging.error("Weights & Biases: %s", error)
+        if self._bar.disable:
+            logging.info("%.1f%% | %s", min(100, 100 * step / self._flags.total_steps), line)
+        else:
+            self._bar.n = min(step, self._flags.total_steps)
+            self._bar.set_description_str(line)
+            self._write_out(logging.INFO, line)
+
+    def close(self, status, error=None):
+        """Close all files; `status` and the error, if there is one, are written first."""
+        self._redirect.__exit__(None, None, None)
+        self._bar.close()
+        if error is not None:
+            status = f"{type(error).__name__}: {error}"
+            information = (type(error), error, error.__traceback__)
+            self._write_out(logging.CRITICAL, "The run failed", information)
+        self._meta |= {"end": _now(), "status": status}
+        try:
+            self._write_meta()
+        except OSError as reason:
+            logging.error("Cannot write into meta.json (%s): %s", reason, status)
+        for file in (self._events, self._csv):
+            if file is not None:
+                file.close()
+        logging.getLogger().removeHandler(self._out)
+        self._out.close()
+        self._lock.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=int(error is not None))
+
+    def _start_wandb(self, step):
+        import wandb  # here, since few have it
+
+        # By its id a resumed run goes on there, too. W&B's environment variables say the rest.
+        earlier = self._meta.get("earlier", [{}])[-1] if step > 0 else {}
+        arguments = {"id": earlier.get("wandb"), "resume": "allow", "name": self._flags.xpid}
+        try:
+            self._wandb = wandb.init(dir=self.path, config=vars(self._flags), **arguments)
+        except wandb.Error as error:
+            raise FlagError(f"--wandb: {error} (WANDB_MODE=offline needs no login)") from None
+        self._meta["wandb"] = self._wandb.id
+        self._write_meta()
+
+    def _read_earlier(self):
+        path = self.path / "meta.json"
+        try:
+            last = json.loads(path.read_text())
+            earlier = [*last.pop("earlier", []), last]
+            if not all(isinstance(meta, dict) for meta in earlier):
+                raise TypeError("an earlier start is no object")
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            set_aside(path, f"it is damaged ({type(error).__name__}: {error})")
+        else:
+            self._meta["earlier"] = earlier
+
+    def _write_out(self, level, message, error=None):
+        """Write to out.log alone what the screen shows in another way."""
+        self._out.handle(logging.LogRecord("", level, __file__, 0, message, (), error))
+
+    def _write_meta(self):
+        text = json.dumps(self._meta, indent=2, default=str) + "\n"
+        replace_file(self.path / "meta.json", text.encode())
+
+
+class LearnerLog:
+    """The log of a learner while another one of its policy has the run's folder.
+
+    It stands there, too: `out.rank1.log`, say. No checkpoint is written, nothing is evaluated.
+    """
+
+    checkpoints = evaluations = None
+
+    def __init__(self, flags, name):
+        self.path, self._flags = run_path(flags), flags
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._out = LogHandler(self.path / f"out.{name}.log", LOG_FORMAT)
+        except OSError as error:
+            raise FlagError(f"cannot use --savedir {flags.savedir}: {error}") from None
+        logging.getLogger().addHandler(self._out)
+
+    def start(self, learner):
+        pass
+
+    def log(self, step, metrics, line):
+        logging.info("%.1f%% | %s", min(100, 100 * step / self._flags.total_steps), line)
+
+    def close(self, status, error=None):
+        if error is not None:
+            logging.getLogger().critical("The run failed", exc_info=error)
+        if status:
+            logging.info("%s", status)
+        logging.getLogger().removeHandler(self._out)
+        self._out.close()
+
+
+def _link_latest(path):
+    link = path.parent / "latest"
+    try:
+        if link.is_symlink():
+            link.unlink()
+        link.symlink_to(path.name)
+    except OSError as error:  # another run was quicker, or the file system knows no links
+        logging.warning("Could not link %s: %s", link, error)
+
+
+def resume_command(flags):
+    """Return the command by which a run goes on: this one, and the name of the run."""
+    command = [*sys.argv]
+    if f"--xpid {flags.xpid}" not in " ".join(command).replace("--xpid=", "--xpid "):
+        command += ["--xpid", flags.xpid]
+    return shlex.join(command)
+
+
+def _describe_run(flags):
+    return {
+        "flags": vars(flags),
+        "command": sys.argv,
+        "git": describe_git(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "machine": {
+            "host": platform.node(),
+            "system": platform.platform(),
+            "cpu": _cpu_name(),
+            "cores": os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0)),
+            "gpus": [
+                torch.cuda.get_device_name(i)
+                for i in range(0 if flags.disable_cuda else torch.cuda.device_count())
+            ],
+        },
+        "start": _now(),
+        "end": None,
+        "status": "running",
+    }
+
+
+def _cpu_name():
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        return next(
+            (s.partition(":")[2].strip() for s in lines if s.startswith("model name")), None
+        )
+
+
+def _versions():
+    packages = ("torch", "numpy", "gymnasium", "ale-py", "opencv-python-headless")
+    found = {name: list(importlib.metadata.distributions(name=name)) for name in packages}
+    return {name: d[0].version for name, d in found.items() if d}
+
+
+def _now():
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environment servers as a learner needs them: it starts some, or finds those that run already.
+
+The processes that serve are in server_processes.py. PolyBeast's only. No torch here.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import libtorchbeast
+from beast.envs.spaces import row_ranges, spaces_from_json
+from beast.errors import EnvError, FlagError
+from beast.processes.lifetime import socket_folder
+from beast.servers import credentials
+from beast.servers.addresses import (
+    FOLDER_PREFIX,
+    consecutive_addresses,
+    expand_addresses,
+)
+from beast.servers.server_processes import FIRST_PAUSE, GRACE
+from libtorchbeast.access import is_local
+
+FIRST_LINE = 2  # seconds without an answer after which the log says so
+CONNECT_TIMEOUT = 20  # seconds until the log says why a server cannot be reached, and again
+ANSWER_TIMEOUT = 300  # seconds for a server to make its environments
+MAX_NAME = 200  # characters
+MAJORITY_TIMEOUT = 5  # seconds after the first answer in which others count
+
+
+@contextlib.contextmanager
+def connect(flags, script):
+    """Yield Servers: those at flags.server_addresses, or else local ones, which end with this.
+
+    Args:
+      flags: of the learner.
+      script: path of polybeast_env.py, or of a fork of it, which local servers run.
+    """
+    if flags.server_addresses:
+        addresses = own_addresses(flags)
+        yield Servers(addresses, flags.envs_per_stream, credentials.load(flags))
+    else:  # these are for this learner alone, and ask for no credentials
+        with LocalServers(flags, script) as local:
+            yield Servers(local.addresses, flags.envs_per_stream, {}, local)
+
+
+class Servers:
+    """Environment servers that have answered.
+
+    Attributes:
+      addresses: of all servers.
+      num_envs: environments a stream.
+      observation_space, action_space: of the environments.
+      frame_skip: frames a step.
+      spaces: all these as text, for ActorPool.
+      env: the name of what they play, or None.
+      credentials: keyword arguments for ActorPool.
+    """
+
+    def __init__(self, addresses, num_envs, credentials, local=None):
+        self.addresses, self.credentials, self._local = addresses, credentials, local
+        # One environment will do to answer, where we say how many there are to be.
+        handshake = query_servers(addresses, num_envs and 1, local, credentials)
+        self.num_envs = num_envs or handshake["num_envs"]
+        self.env = handshake["env"] or None
+        self.spaces = handshake["spaces"]
+        self.observation_space, self.action_space, self.frame_skip = spaces_from_json(self.spaces)
+
+    def pids(self):
+        """Return the ids of local processes."""
+        return [] if self._local is None else [self._local.process.pid]
+
+    def check(self):
+        """Restart local servers that were killed. Raise EnvError where they ended by themselves."""
+        if self._local is not None and not self._local.check():
+            raise EnvError("the environment servers have ended: see above")
+
+
+def adopt_env(flags, servers):
+    """Take over the game and the frame skip of servers; refuse another game than the one given."""
+    if servers.env is not None and flags.env not in (None, servers.env):
+        raise FlagError(
+            f"--env (given, or of the checkpoint) is {flags.env}, but the environment servers play "
+            f"{servers.env}: start servers of that game, or leave --env out with another --xpid"
+        )
+    if flags.env is None and flags.eval_interval and ":" in (servers.env or ""):  # module:ID
+        raise FlagError(
+            f"the environment servers play {servers.env!r}, for which evaluations here would "
+            f"import a module: if you trust it, add --env {shlex.quote(servers.env)}"
+        )
+    if flags.env is None and servers.env is not None:
+        logging.info("The environment servers play %s", servers.env)
+    flags.env = flags.env or servers.env
+    flags.frames_per_step = servers.frame_skip
+
+
+def check_servers(flags):
+    """Raise FlagError where the flags of servers or the compiled part cannot work."""
+    try:
+        libtorchbeast.ActorPool  # noqa: B018 - where it is not built, this says how to build it
+        _check_flags(flags)
+    except (ImportError, ValueError) as error:
+        raise FlagError(error) from None
+
+
+def _check_flags(flags):
+    if flags.server_addresses and flags.pipes_basename is not None:
+        raise ValueError(
+            f"--server_addresses ({flags.server_addresses}) names servers that run already, "
+            f"--pipes_basename ({flags.pipes_basename}) where to start some: give only one"
+        )
+    if flags.server_addresses:
+        num_addresses = len(own_addresses(flags))
+        credentials.load(flags)
+    else:
+        num_addresses = len(local_addresses(flags, "/a/temporary/folder"))
+    if (flags.num_actors or num_addresses) < num_addresses:
+        raise ValueError(
+            f"--num_actors is {flags.num_actors}, but there are {num_addresses} servers, each of "
+            f"which needs an actor: give it at least {num_addresses}"
+        )
+    if (flags.num_actors or 0) > libtorchbeast.MAX_STREAMS * num_addresses:
+        raise ValueError(
+            f"--num_actors is {flags.num_actors}, but {num_addresses} servers take at most "
+            f"{libtorchbeast.MAX_STREAMS} streams each"
+        )
+    if (flags.envs_per_stream or 1) > libtorchbeast.MAX_ENVS:
+        raise ValueError(
+            f"--envs_per_stream is {flags.envs_per_stream}, but servers step at most "
+            f"{libtorchbeast.MAX_ENVS} environments as one batch"
+        )
+
+
+def own_addresses(flags):
+    """Return where the servers of this learner run already: of W learners, every W-th address."""
+    addresses = expand_addresses(flags.server_addresses)
+    if len(addresses) < flags.num_learners:
+        raise ValueError(
+            f"--server_addresses names {len(addresses)} servers, but there are "
+            f"{flags.num_learners} learners, each of which needs one"
+        )
+    return addresses[flags.rank :: flags.num_learners]
+
+
+def local_addresses(flags, folder):
+    """Return where the learner starts servers: by default in `folder`."""
+    address = flags.pipes_basename or f"unix:{folder}/server"
+    addresses = consecutive_addresses(address, flags.num_servers)
+    if not is_local(address):
+        raise ValueError(
+            f"--pipes_basename {address} may be reached from other machines, but servers that are "
+            "started here are for this learner alone: give unix:/path or 127.0.0.1:port"
+        )
+    return addresses
+
+
+class LocalServers:
+    """Servers on this machine, for one learner. Use as a context manager.
+
+    Args:
+      flags: of the learner, which are passed on.
+      script: path of polybeast_env.py, or of a fork of it.
+
+    Attributes: `addresses`, and the `process` that supervises the servers.
+    """
+
+    def __init__(self, flags, script):
+        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=socket_folder())
+        self.addresses = local_addresses(flags, self._folder.name)
+        address = flags.pipes_basename or f"unix:{self._folder.name}/server"
+        learner_flags = {
+            name: value
+            for name, value in vars(flags).items()
+            if isinstance(value, (bool, int, float, str)) and name not in credentials.FLAGS
+        }
+        self._command = [sys.executable, script, "--server_address", address, "--end_with_stdin"]
+        self._command += ["--learner_flags", json.dumps(learner_flags)]
+
+    def __enter__(self):
+        self._start()
+        return self
+
+    def __exit__(self, *_):
+        self.process.stdin.close()  # upon which it ends
+        try:
+            self.process.wait(GRACE + 2)
+        except subprocess.TimeoutExpired:
+            self._kill_all()
+            self.process.wait()
+        self._folder.cleanup()
+
+    def _start(self):
+        # In a process group of its own, since a Ctrl-C is for the learner, which still needs them.
+        self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, process_group=0)
+        logging.info("Starting environment servers (%s): %d", self._command[1], len(self.addresses))
+
+    def _kill_all(self):
+        """Kill the main process and its children, which would end by themselves, if not stopped."""
+        with contextlib.suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def check(self):
+        """Restart them if they were killed; return False if they have ended by themselves."""
+        status = self.process.poll()
+        if status is not None and status < 0:
+            how = signal.Signals(-status).name
+            logging.error("The environment servers' main process was killed by %s", how)
+            self.process.stdin.close()
+            time.sleep(FIRST_PAUSE)  # in which its children notice, and remove sockets and folder
+            self._kill_all()
+            try:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(self._folder.name, 0o700)
+                if os.lstat(self._folder.name).st_uid != os.getuid():
+                    raise PermissionError(f"{self._folder.name} belongs to another user")
+                self._start()
+            except OSError as error:  # no memory, say; the next check tries again
+                logging.error("The environment servers cannot be started: %s", error)
+        return status is None or status < 0
+
+
+def query_servers(addresses, num_envs, local=None, credentials=None):
+    """Wait for servers to say what their environments are; return a handshake as a dict.
+
+    All are asked at the same time, again and again. Of the answers within MAJORITY_TIMEOUT of the
+    first, the most frequent one is returned; of equally frequent ones, that of the server that is
+    listed first.
+
+    Args:
+      num_envs: environments that each makes in order to answer; None: as many as it likes.
+      local: LocalServers, which are not waited for once they have ended.
+      credentials: keyword arguments of libtorchbeast.query_server.
+
+    Raises:
+      EnvError: every server answers, and none can be used.
+    """
+    answers, done = queue.SimpleQueue(), threading.Event()
+
+    def ask(address):
+        answer = None
+        while not done.is_set() and (answer is None or isinstance(answer, OSError)):
+            try:
+                answer = libtorchbeast.query_server(
+                    address, num_envs, ANSWER_TIMEOUT, CONNECT_TIMEOUT, check=check_handshake,
+                    **(credentials or {}),
+                )  # fmt: skip
+            except EnvError as error:  # of check_handshake
+                answer = ConnectionRefusedError(f"the environment server at {address} has {error}")
+            except BaseException as error:
+                answer = error
+            answers.put((address, answer))
+            if isinstance(answer, ConnectionError):
+                done.wait(2)  # before it is asked again
+
+    # In threads, so that Ctrl-C reaches this one.
+    for address in set(addresses):
+        threading.Thread(target=ask, args=(address,), daemon=True).start()
+    try:
+        latest = _collect(answers, addresses, local)
+    finally:
+        done.set()
+    handshakes = [latest[a] for a in addresses if isinstance(latest.get(a), dict)]
+    if not handshakes:
+        raise EnvError(f"no environment server can be used: {latest[addresses[0]]}")
+    return max(handshakes, key=handshakes.count)  # the first of the most frequent
+
+
+def check_handshake(handshake):
+    """Return row_ranges of a server's environments; raise EnvError where it cannot be used."""
+    num_envs, env, text = (handshake[key] for key in ("num_envs", "env", "spaces"))
+    if num_envs > libtorchbeast.MAX_ENVS:
+        raise EnvError(f"{num_envs:,} environments a stream, but {libtorchbeast.MAX_ENVS} is most")
+    if not env.isprintable() or len(env) > MAX_NAME:
+        raise EnvError(f"an environment whose name cannot be used: {env[:MAX_NAME]!r}")
+    if not text:
+        raise EnvError(
+            "no spaces, from which the net is made (servers of forks name no spaces): serve the "
+            "environment by create_env of polybeast_env.py"
+        )
+    return row_ranges(*spaces_from_json(text)[:2])
+
+
+def _collect(answers, addresses, local):
+    """Return the latest answers by address; log what the others are waiting for."""
+    latest, start, deadline = {}, time.monotonic(), None
+    first_line = None if local else start + FIRST_LINE
+    while deadline is None or time.monotonic() < deadline:
+        if local is not None and not local.check():
+            raise EnvError("the environment servers could not be started: see above")
+        if first_line is not None and time.monotonic() > first_line:
+            logging.info("Waiting for environment servers at %s", ", ".join(addresses))
+            first_line = None
+        try:
+            address, answer = answers.get(timeout=0.1)
+        except queue.Empty:
+            continue
+        first_line, latest[address] = None, answer
+        if isinstance(answer, dict):
+            deadline = deadline or time.monotonic() + MAJORITY_TIMEOUT
+        elif isinstance(answer, OSError):  # of which ours are, too
+            advice = ""
+            if isinstance(answer, TimeoutError) and local is None:
+                advice = "; start polybeast_env.py there, or correct --server_addresses; if it is "
+                advice += "there, compare the TLS flags of both ends (SECURITY.md)"
+            seconds = time.monotonic() - start
+            logging.warning(
+                "Waiting for environment servers, %.0f s so far: %s%s", seconds, answer, advice
+            )
+        else:
+            raise answer
+        final = (dict, ConnectionRefusedError, ConnectionAbortedError)  # not worth asking again
+        if len(latest) == len(set(addresses)):
+            if all(isinstance(a, final) for a in latest.values()):
+                break
+    return latest

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PolyBeast's streams to environment servers: the C++ actor pool with its batcher and queue."""
+
+import logging
+import threading
+
+import libtorchbeast
+from beast.envs.spaces import row_ranges, spaces_from_json
+from beast.learners.devices import DeviceCopies
+from beast.learners.learner import Batch
+from beast.learners.learner_group import SEEDS_A_RANK
+from beast.runs import metrics
+from beast.servers.servers import ANSWER_TIMEOUT, CONNECT_TIMEOUT
+from libtorchbeast.access import Throttle
+
+CHECK_INTERVAL = 5  # seconds between two looks at the servers
+MAX_EVENT = 600  # characters of an event in the log; longer ones are rare there
+
+
+class Streams:
+    """Actor threads in C++, one a stream, with the inference batcher and the learner queue.
+
+    Args:
+      flags: of the program.
+      servers: as of beast.servers.connect.
+      initial_agent_state: of one environment, a nest of tensors [layers, 1, ...].
+      first_step: of the run. A resumed run must not play the same games again.
+      device: of the learner; for a GPU batches are in pinned memory, from which it copies faster.
+
+    Attributes:
+      batcher: DynamicBatcher of rows for inference.
+      queue: BatchingQueue of rollouts for the learner.
+    """
+
+    def __init__(self, flags, servers, initial_agent_state, first_step, device):
+        self._servers = servers
+        self._num_streams = flags.num_actors or len(servers.addresses)
+        self._addresses = [
+            servers.addresses[i % len(servers.addresses)] for i in range(self._num_streams)
+        ]
+        self._queue_size = flags.max_learner_queue_size or flags.batch_size
+        self.batcher = libtorchbeast.DynamicBatcher(
+            batch_dim=1,
+            minimum_batch_size=1,
+            maximum_batch_size=max(512, servers.num_envs),
+            pin_memory=device.type == "cuda",
+        )
+        self.queue = libtorchbeast.BatchingQueue(
+            batch_dim=1,
+            minimum_batch_size=flags.batch_size,
+            maximum_batch_size=flags.batch_size,
+            maximum_queue_size=self._queue_size,
+            pin_memory=device.type == "cuda",
+        )
+        self._pool = libtorchbeast.ActorPool(
+            flags.unroll_length,
+            self.queue,
+            self.batcher,
+            self._addresses,
+            initial_agent_state,
+            dict_outputs=True,
+            num_envs=flags.envs_per_stream,
+            expected_num_envs=servers.num_envs,
+            newest_frame_only=True,
+            seeds=[
+                f"{flags.seed},{1 + i + SEEDS_A_RANK * flags.rank},{first_step}"
+                for i in range(self._num_streams)
+            ],
+            reconnect=True,
+            spaces=servers.spaces,
+            ranges=row_ranges(*spaces_from_json(servers.spaces)[:2]) if servers.spaces else None,
+            env=servers.env,
+            connect_timeout_s=CONNECT_TIMEOUT,
+            step_timeout_s=ANSWER_TIMEOUT,
+            **servers.credentials,
+        )
+        self._lock = threading.Lock()  # guards what follows
+        self._batch_sizes = []  # of inference, since the last tick
+
+    def run(self):
+        """Play until the queues are closed: a thread."""
+        self._pool.run()
+
+    def log_events(self):
+        """Log what happens to servers: a thread."""
+        throttle = Throttle()
+        for event in iter(self._pool.next_event, None):
+            # Tracebacks of environments that fail for days would fill the disk.
+            if len(event) > MAX_EVENT and not throttle.count():
+                event = f"{event[: MAX_EVENT // 2]} [...] {event[-MAX_EVENT // 2 :]}"
+            logging.warning("%s", event)
+
+    def watch_servers(self, stop):
+        """Restart local servers that were killed: a thread.
+
+        Raises:
+          EnvError: they have ended by themselves.
+        """
+        while not stop.wait(CHECK_INTERVAL):
+            self._servers.check()
+            if self._pool.num_connected() == 0:
+                addresses = sorted(set(self._addresses))
+                more = f" and {len(addresses) - 8} more" if len(addresses) > 8 else ""
+                logging.warning(
+                    "No environment server answers: waiting for %s%s", addresses[:8], more
+                )
+
+    def count_batch(self, num_rows):
+        """Count a batch that inference has answered."""
+        with self._lock:
+            self._batch_sizes.append(num_rows)
+
+    def waits(self):
+        """Return the mean seconds since the start for which a stream waited, by for what."""
+        seconds = self._pool.waits()
+        return {f"actor_wait_{name}": s / self._num_streams for name, s in seconds.items()}
+
+    def metrics(self):
+        with self._lock:
+            sizes, self._batch_sizes = self._batch_sizes, []
+        return {
+            "inference_batch_size": metrics.mean(sizes),
+            "learner_queue_size": self.queue.size(),
+            "connected_actors": self._pool.num_connected(),
+            "reconnects": self._pool.num_reconnects(),
+        }
+
+    def texts(self, latest):
+        return {
+            "batch": metrics.show(latest["inference_batch_size"]),
+            "queue": f"{latest['learner_queue_size']}/{self._queue_size}",
+            "actors": f"{latest['connected_actors']}/{self._num_streams}",
+        }
+
+    def silences(self):
+        """Return how long streams have waited, as a Watchdog wants it; the learner may be slow."""
+        return [
+            (f"stream {i}", f"waits for {what} (server {address})", seconds, None)
+            for i, (address, (what, seconds)) in enumerate(
+                zip(self._addresses, self._pool.silences(), strict=True)
+            )
+            if what != "learner"
+        ]
+
+    def pids(self):
+        return self._servers.pids()
+
+
+def read_batches(queue, device, run):
+    """Yield one Batch of the queue's rollouts after the other, until the queue is closed."""
+    copies = DeviceCopies(device)  # which go on while another thread learns
+    for (env_outputs, agent_outputs), agent_state in run.follow(queue):
+        rows = env_outputs | agent_outputs
+        versions = rows.pop("policy_version")[1:].double().mean(dim=0).tolist()
+        sources = {"streams": rows.pop("actor")[0].unique().tolist()}
+        device_rows, device_state = copies.copy((rows, agent_state))
+        yield Batch(device_rows, device_state, rows, versions, sources)
+        copies.wait()  # before the queue gets its memory back

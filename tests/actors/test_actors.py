@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Actor processes that are killed, hang or fail, and the queues of buffers between."""
+
+import argparse
+import contextlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pathlib
+import re
+import signal
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from program import wait_until
+
+from beast.actors import actors
+from beast.actors.actors import Actors
+from beast.errors import EnvError
+from beast.processes.deaths import describe_exit
+
+pytestmark = pytest.mark.whole
+
+DEADLINE = 60  # seconds; a loaded machine may need some, an idle one never
+
+
+def play(flags, actor, seed, free_buffers, seeds, marker):
+    """Be an actor, which writes its seed into its buffers; see Rig for `flags.fails`."""
+    assert not multiprocessing.current_process().daemon  # environments may start processes
+    if flags.fails == "at the start":
+        raise KeyError("no such game")
+    for count, indices in enumerate(free_buffers):
+        for index in indices:
+            free_buffers.beat()
+            seeds[index] = torch.tensor(seed)
+            if flags.fails == "always" and count == 1:
+                raise ValueError("the game is broken")
+            if flags.fails == "hangs once":
+                with contextlib.suppress(FileExistsError), open(marker, "x") as file:
+                    file.write(f"{actor}\n")
+                    file.flush()
+                    time.sleep(3600)
+
+
+class Rig:
+    """Actors that play nothing, and all processes that they ever were."""
+
+    def __init__(self, context, marker, **overrides):
+        flags = {"num_actors": 1, "envs_per_actor": 2, "num_buffers": 6, "seed": 7, "fails": None}
+        flags |= {"stall_timeout_s": 60, "deterministic": False, "rank": 0}
+        self.flags = argparse.Namespace(**flags | overrides)
+        self.seeds = torch.zeros(self.flags.num_buffers, 4, dtype=torch.int64).share_memory_()
+        self.marker = marker
+        self.actors = Actors(self.flags, context, play, (self.seeds, str(marker)), first_step=500)
+
+    @property
+    def num_restarts(self):
+        return self.actors.metrics()["actor_restarts"]
+
+    @property
+    def num_full(self):
+        return self.actors.metrics()["full_buffers"]
+
+    def process(self, actor):
+        """Return the process that is this actor now, as soon as there is one."""
+        return wait_until(lambda: self.actors._processes[actor])
+
+    def kill(self, actor):
+        """Kill the actor, and wait until it is replaced."""
+        process = self.process(actor)
+        process.kill()
+        wait_until(lambda: self.actors._processes[actor] not in (None, process))
+
+    def hanging_actor(self):
+        wait_until(lambda: self.marker.exists() and self.marker.read_text().endswith("\n"))
+        return int(self.marker.read_text())
+
+    def take(self, count):
+        with ThreadPoolExecutor(1) as pool:
+            taken = pool.submit(self.actors.take, count)
+            try:
+                return taken.result(DEADLINE)
+            except TimeoutError:
+                self.actors.close()  # or its thread would never end
+                raise
+
+    def take_and_release_all(self, times=2):
+        """Every index comes back full, once: none was lost, none is there twice."""
+        M = self.flags.num_buffers
+        for _ in range(times):
+            indices = self.take(M)
+            assert sorted(indices) == list(range(M))
+            self.actors.release(indices)
+
+
+@pytest.fixture(scope="module")
+def context():
+    context = multiprocessing.get_context("forkserver")
+    # Actors then start in a moment. (Our own files the server of Python 3.11 would not find.)
+    context.set_forkserver_preload(["torch"])
+    return context
+
+
+@pytest.fixture
+def make_rig(context, monkeypatch, tmp_path):
+    monkeypatch.setattr(actors, "PAUSES", (0,))
+    rigs = []
+
+    def make(**overrides):
+        rigs.append(Rig(context, tmp_path / "marker", **overrides))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        processes = list(filter(None, rig.actors._processes))
+        rig.actors.close()
+        assert not any(process.is_alive() for process in processes)
+
+
+def test_no_rollout_begins_before_there_are_buffers_for_all_environments(make_rig):
+    rig = make_rig(num_buffers=4)
+    indices = rig.take(4)
+    rig.actors.release(indices[:1])
+    wait_until(lambda: rig.actors._waiting)
+    assert rig.num_full == 0 and not rig.actors._held[0]
+    rig.actors.release(indices[1:])
+    assert sorted(rig.take(4)) == [0, 1, 2, 3]
+
+
+def test_actors_have_seeds_of_their_own_also_after_a_restart_or_resuming(make_rig):
+    rig = make_rig(num_actors=2, num_buffers=4, deterministic=True)
+    for num_deaths in (0, 1):
+        first, second = [7, 1, 0, 500], [7, 2, num_deaths, 500]
+        indices = rig.take(4)
+        assert [rig.seeds[i].tolist() for i in indices] == [first, first, second, second]
+        rig.kill(1)
+        rig.actors.release(indices)
+
+
+def test_with_deterministic_each_actor_has_buffers_of_its_own(make_rig):
+    rig = make_rig(num_actors=3, num_buffers=12, deterministic=True)
+    batches = [rig.take(6) for _ in range(2)]
+    assert batches == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
+    rig.actors.release(batches[1])
+    rig.actors.release(batches[0])
+    assert [rig.take(6) for _ in range(2)] == batches[::-1]
+
+
+def test_actors_killed_while_they_wait_for_buffers_lock_nobody_out(make_rig):
+    rig = make_rig(num_actors=3)
+    wait_until(lambda: rig.num_full == 6 and len(rig.actors._waiting) == 3)
+    waited = rig.actors.waits()["actor_wait"]
+    wait_until(lambda: rig.actors.waits()["actor_wait"] > waited)
+    rig.kill(1)
+    rig.take_and_release_all()
+    for actor in range(3):
+        rig.process(actor).kill()
+    wait_until(lambda: rig.num_restarts == 4)
+    rig.take_and_release_all(3)
+    assert rig.actors.texts(rig.actors.metrics())["full"].endswith("/6")
+
+
+def test_actors_killed_time_and_again_at_any_moment_lose_no_buffer(make_rig):
+    rig = make_rig(num_actors=3, num_buffers=8)
+    for k in range(6):
+        for _ in range(7 * k % 5):
+            rig.actors.release(rig.take(2))
+        held = rig.take(2)
+        rig.kill(k % 3)
+        rig.actors.release(held)
+    rig.take_and_release_all(3)
+    assert rig.num_restarts == 6
+
+
+@pytest.mark.parametrize("fails", ["always", "at the start"])
+def test_actors_that_all_fail_time_and_again_end_the_run_with_the_traceback(
+    make_rig, caplog, fails
+):
+    rig = make_rig(fails=fails, num_actors=2)
+
+    def take_all():
+        while (indices := rig.actors.take(1)) is not None:
+            rig.actors.release(indices)
+
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(take_all)
+        try:
+            with pytest.raises(EnvError, match=f"died {actors.MAX_DEATHS} times") as raised:
+                taking.result(2 * DEADLINE)
+        finally:
+            rig.actors.close()
+    for text in (caplog.text, str(raised.value)):
+        assert "Traceback (most recent call last)" in text and "in play" in text
+        assert ("the game is broken" if fails == "always" else "no such game") in text
+    assert min(deaths.total for deaths in rig.actors._deaths) == actors.MAX_DEATHS
+
+
+def test_one_actor_that_always_fails_does_not_end_the_run_of_the_others(make_rig):
+    rig = make_rig(num_actors=2)
+
+    def dies_once_more(count):
+        rig.actors.release(rig.take(rig.num_full))  # so that the other one goes on
+        return rig.num_restarts == count
+
+    for count in range(1, actors.MAX_DEATHS + 3):
+        rig.kill(0)
+        wait_until(lambda count=count: dies_once_more(count))
+    rig.take_and_release_all()
+
+
+def test_an_actor_that_dies_time_and_again_but_gives_rollouts_does_not_end_the_run(make_rig):
+    rig = make_rig(num_buffers=8)
+    for _ in range(actors.MAX_DEATHS + 2):
+        for _ in range(actors.MIN_ROLLOUTS + 8 // 2):  # those before the last death included
+            rig.actors.release(rig.take(rig.flags.envs_per_actor))
+        rig.kill(0)
+    rig.take_and_release_all()
+    assert rig.num_restarts == actors.MAX_DEATHS + 2
+
+
+def test_a_process_that_cannot_be_started_does_not_stop_the_others(make_rig, monkeypatch, caplog):
+    start = multiprocessing.process.BaseProcess.start
+
+    def start_all_but_one(self):
+        if self._args[3] == 2:  # the actor's number
+            raise BlockingIOError("no more processes")
+        start(self)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start_all_but_one)
+    rig = make_rig(num_actors=3)
+    wait_until(lambda: rig.actors._deaths[2].total > actors.MAX_DEATHS)
+    assert "actor 2 cannot be started (BlockingIOError('no more processes')" in caplog.text
+    rig.take_and_release_all()
+
+
+def test_why_a_process_has_ended():
+    process = types.SimpleNamespace(pid=7, exitcode=None)
+    assert describe_exit(process) == "its process 7 cannot be killed"
+    process.exitcode = -9
+    assert describe_exit(process) == "killed by SIGKILL"
+    process.exitcode = 3
+    assert describe_exit(process) == "it ended with status 3"
+
+
+def test_close_unblocks_take_and_is_no_error(make_rig):
+    rig = make_rig(num_buffers=4)
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(rig.actors.take, 5)  # more than there are
+        try:
+            wait_until(lambda: rig.num_full == 4)
+            assert not taking.done()
+        finally:
+            rig.actors.close()
+        assert taking.result(DEADLINE) is None
+    assert rig.actors.take(1) is None
+    rig.actors.release([0])  # by a learner that comes too late
+
+
+def test_close_has_actors_end_by_themselves_and_may_be_called_by_many(make_rig):
+    rig = make_rig(num_actors=3)
+    rig.take(2)
+    rig.kill(2)
+    rig.take(1)
+    processes = [rig.process(actor) for actor in range(3)]
+    assert rig.actors.pids() == [process.pid for process in processes]
+    wait_until(lambda: len(rig.actors._waiting) + len(list(filter(None, rig.actors._held))) == 3)
+    with ThreadPoolExecutor(4) as pool:
+        for closing in [pool.submit(rig.actors.close) for _ in range(4)]:
+            closing.result(DEADLINE)
+    assert [process.exitcode for process in processes] == [0, 0, 0]  # none was killed
+    rig.actors.close()
+
+
+@pytest.mark.parametrize("when", ["at once", "hangs"])
+def test_close_ends_actors_that_start_or_hang(make_rig, when):
+    rig = make_rig(num_actors=4, fails="hangs once", num_buffers=8)
+    if when == "hangs":
+        rig.process(rig.hanging_actor())
+    rig.actors.close()
+    assert not any(p.is_alive() for p in rig.actors._processes if p is not None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_actors_leave_it_to_the_main_process_to_stop(make_rig, number):
+    rig = make_rig()  # Ctrl-C reaches the whole process group
+    indices = rig.take(6)
+    os.kill(rig.process(0).pid, number)
+    rig.actors.release(indices)
+    rig.take_and_release_all()
+    assert rig.num_restarts == 0
+
+
+@pytest.mark.parametrize("how", ["stopped", "hangs"])
+def test_a_silent_actor_is_replaced(make_rig, caplog, how):
+    rig = make_rig(fails="hangs once" if how == "hangs" else None, num_actors=2)
+    if how == "hangs":
+        silent = rig.hanging_actor()
+    else:
+        silent = 0
+        wait_until(lambda: rig.actors._waiting)
+        os.kill(rig.process(silent).pid, signal.SIGSTOP)
+
+    def is_replaced():
+        rig.actors.release(rig.take(rig.num_full))  # so that it has something to do
+        return rig.actors._deaths[silent].total > 0
+
+    rig.actors._patience, patience = 0.5, rig.actors._patience
+    wait_until(is_replaced)
+    rig.actors._patience = patience  # in which a process has to start
+    assert re.search(r"Actor \d died .* it was silent for \d+ s, and so was killed", caplog.text)
+    rig.take_and_release_all()
+
+
+def test_an_actor_that_waits_for_buffers_is_not_silent(make_rig):
+    rig = make_rig(num_actors=2)
+    wait_until(lambda: len(rig.actors._waiting) == 2)
+    rig.actors._patience, patience = 0, rig.actors._patience  # of whoever does not wait
+    (watcher,) = rig.actors.silences()
+    lookout = rig.actors._lookout
+    assert watcher[0] == "the watcher of the actors"
+    assert watcher[2] <= time.monotonic() - lookout.last_look - actors.LOOK_INTERVAL  # its sleep
+    now = lookout.last_look
+    wait_until(lambda: lookout.last_look > now + 1)  # so it has looked after them
+    rig.actors._patience = patience
+    rig.take_and_release_all()
+    assert rig.num_restarts == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_run_goes_on_without_its_fork_server(make_rig, number):
+    rig = make_rig(num_actors=2)
+    rig.take_and_release_all(1)
+    os.kill(multiprocessing.forkserver._forkserver._forkserver_pid, number)
+    # The fork server reports its end, and starts its successor.
+    os.kill(rig.process(0).pid, signal.SIGKILL)
+    wait_until(lambda: rig.num_restarts > 0)
+    rig.take_and_release_all(3)
+
+
+def test_close_does_not_wait_for_a_fork_server_that_is_stopped(make_rig):
+    rig = make_rig(num_actors=2)
+    rig.take(2)
+    pids = [rig.process(actor).pid for actor in range(2)]
+    os.kill(multiprocessing.forkserver._forkserver._forkserver_pid, signal.SIGSTOP)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(rig.actors.close).result(DEADLINE)
+    for pid in pids:
+        wait_until(lambda pid=pid: not pathlib.Path(f"/proc/{pid}/cmdline").exists()
+                   or not pathlib.Path(f"/proc/{pid}/cmdline").read_bytes())  # fmt: skip

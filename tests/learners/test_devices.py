@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The number format in which nets compute, and the generators of random numbers."""
+
+import argparse
+import random
+
+import numpy as np
+import pytest
+import torch
+from batches import SPACE, A, make_batch
+
+import monobeast
+import polybeast
+from beast.learners import devices
+from beast.learners.devices import computes_in_bf16
+from beast.runs.metrics import to_floats
+from beast.runs.randomness import random_states, restore_random_states, seed_generators
+
+
+@pytest.mark.parametrize("model", ["shallow", "deep"])
+@pytest.mark.parametrize("use_lstm", [False, True])
+def test_bf16_gives_the_loss_and_the_gradients_of_fp32_to_its_tolerance(model, use_lstm):
+    torch.manual_seed(1)
+    net = polybeast.AtariNet(SPACE, A, use_lstm, model)
+    for layer in (net.policy, net.baseline):  # a real policy, real values
+        torch.nn.init.normal_(layer.weight, std=0.05)
+    batch = make_batch(3)
+    gradients, metrics = [], []
+    for number_format in ("fp32", "bf16"):
+        flags = polybeast.parser.parse_args(["--precision", number_format])
+        net.zero_grad()
+        loss, all_metrics = polybeast.compute_loss(flags, net, batch, net.initial_state(3))
+        loss.backward()
+        wide = (torch.float32, torch.float64, torch.int64)
+        assert all(m.dtype in wide for m in all_metrics.values())
+        gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+        metrics.append(torch.tensor(list(to_floats(all_metrics).values())))
+    # bfloat16 has 8 bits of precision, and a hundred rows average them out.
+    torch.testing.assert_close(metrics[1], metrics[0], rtol=0.02, atol=0.2)
+    assert not torch.equal(*gradients)
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.99
+    assert 0.97 < gradients[1].norm() / gradients[0].norm() < 1.03
+
+
+def test_weights_stay_float32_in_bf16():
+    flags = monobeast.parser.parse_args(["--precision", "bf16"])
+    net = monobeast.AtariNet(SPACE, A)
+    before = net.fc.weight.clone()
+    optimizer, _ = monobeast.create_optimizer(flags, net)
+    monobeast.learn(flags, net, make_batch(1), (), optimizer)
+    assert all(p.dtype == torch.float32 for p in net.parameters())
+    assert 0 < (net.fc.weight - before).abs().max() < 1e-1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "knows_bf16", "names", "in_bf16"),
+    [
+        # Those of learner and actors; a capital letter has it.
+        (None, True, "CUDA CPU", "CUDA CPU"),
+        (None, True, "CUDA cpu", "CUDA"),
+        (None, True, "cuda CPU", "CPU"),
+        (None, True, "cpu", ""),
+        (None, False, "CPU", ""),
+        ("fp32", True, "CUDA CPU", ""),
+        ("bf16", False, "cuda cpu", "cuda cpu"),
+    ],
+)
+def test_each_device_computes_in_what_it_and_the_net_are_good_at_unless_given(
+    monkeypatch, caplog, wanted, knows_bf16, names, in_bf16
+):
+    net_class = argparse.Namespace(**{"knows_bf16": True} if knows_bf16 else {})
+    monkeypatch.setattr(devices, "has_bf16", lambda device: device.type.upper() in names)
+    flags = monobeast.parser.parse_args(["--precision", wanted] if wanted else [])
+    all_devices = [torch.device(name) for name in names.lower().split()]
+    devices.choose_precision(flags, net_class, all_devices)
+    enabled = [device.type for device in all_devices if computes_in_bf16(flags, device)]
+    assert enabled == in_bf16.lower().split()
+    assert flags.precision == ("bf16" if in_bf16 else "fp32")
+    assert ("precision" in flags.chosen) == (wanted is None)
+    assert ("slower than fp32" in caplog.text) == (wanted == "bf16")
+
+
+@pytest.mark.parametrize("features", ["avx512_bf16", "amx_bf16", ""])
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_a_processor_has_bf16_if_it_multiplies_in_it_and_faster_so(
+    monkeypatch, features, is_faster
+):
+    capabilities = {"avx512_f": True, "avx512_bf16": False, "cpu_name": "x"}
+    capabilities |= {feature: True for feature in features.split()}
+    times = {torch.float32: 2.0, torch.bfloat16: 1.0 if is_faster else 3.0}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(devices, "time_of_product", times.get)
+    has_bf16 = devices.has_bf16.__wrapped__  # what it answered before is kept
+    assert has_bf16(torch.device("cpu")) == (bool(features) and is_faster)
+    monkeypatch.delattr(torch.cpu, "get_capabilities")  # as in older torch
+    assert not has_bf16(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_timed_with_one_thread_and_others_keep_theirs(monkeypatch, dtype):
+    num_threads = torch.get_num_threads()
+    multiply, seen = torch.mm, []
+
+    def mm(a, b):
+        seen.append((a.dtype, torch.get_num_threads()))
+        return multiply(a, b)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    assert devices.time_of_product(dtype) > 0
+    assert set(seen) == {(dtype, 1)}
+    assert torch.get_num_threads() == num_threads
+
+
+def draw():
+    return random.random(), np.random.normal(), torch.rand(1).item()
+
+
+def test_random_states_are_restored():
+    seed_generators([1, 2])
+    np.random.normal()  # now NumPy holds the second one of a pair back
+    states = random_states()
+    first = draw()
+    assert draw() != first
+    restore_random_states(states)
+    assert draw() == first
+
+
+def test_generators_are_seeded_alike_by_the_same_numbers_only():
+    def draw_with(seed):
+        seed_generators(seed)
+        return draw()
+
+    assert draw_with([1, 2]) == draw_with([1, 2])
+    others = [draw_with(seed) for seed in ([1, 2], [2, 1], [1, 3], [1, 2, 0, 0, 7])]
+    for values in zip(*others, strict=True):
+        assert len(set(values)) == 4

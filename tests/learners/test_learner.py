@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a learner counts, and when its threads stop."""
+
+import argparse
+import functools
+import os
+import threading
+
+import pytest
+import torch
+from deadline import Thread
+from small_run import create_batch, create_learner
+
+import monobeast
+import polybeast
+from beast.errors import FlagError
+from beast.learners.devices import get_device
+from beast.learners.learner import create_state, raise_squares
+from beast.processes.fork_server import all_cores
+
+
+def create(total_steps=1000):
+    return create_learner(argparse.Namespace(learning_rate=0.5, total_steps=total_steps))
+
+
+def test_updates_count_steps_returns_and_the_learning_rate():
+    learner = create()
+    learner.optimizer.step()
+    learner.count(250, [1.0, 2.0], [])
+    assert learner.step == learner.stats["step"] == 250
+    assert learner.optimizer.param_groups[0]["lr"] == 0.5 * 0.75
+    learner.count(250, [3.0] * 99, [4.0])
+    assert learner.step == 500 and learner.optimizer.param_groups[0]["lr"] == 0.25
+    assert learner.stats["episode_returns"] == [2.0] + [3.0] * 99  # the last hundred
+    assert learner.stats["game_returns"] == [4.0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.1),
+        lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True, weight_decay=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
+    ],
+)
+def test_an_optimizer_learns_the_same_with_its_state_from_the_start(make):
+    inputs, found = torch.randn(5, 4, 3), []
+    for is_early in (False, True):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(3, 1)
+        optimizer = make(model.parameters())
+        if is_early:
+            create_state(optimizer)
+            assert len(optimizer.state) == 2 and optimizer.param_groups[0]["lr"] == 0.1
+            names = {name for state in optimizer.state.values() for name in state}
+        for x in inputs:
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert names == {name for state in optimizer.state.values() for name in state}
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.NAdam(p, lr=0.1),
+        lambda p: torch.optim.Rprop(p, lr=0.1),
+        lambda p: torch.optim.ASGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    ],
+)
+def test_an_optimizer_whose_state_depends_on_the_first_step_is_refused(make):
+    optimizer = make(torch.nn.Linear(3, 1).parameters())
+    with pytest.raises(FlagError, match=rf"state of {type(optimizer).__name__} does not begin"):
+        create_state(optimizer)
+
+
+def test_other_learners_get_buffers_that_no_checkpoint_has():
+    learners = [create() for _ in range(2)]
+    for value, learner in enumerate(learners):
+        learner.model.register_buffer("noise", torch.tensor([float(value)]), persistent=False)
+    learners[1].load_state(learners[0].state())
+    assert learners[1].model.noise == 0
+
+
+def test_learning_is_on_the_cpu_where_cuda_is_disabled_or_missing(monkeypatch):
+    for available, disabled, device in ((True, False, "cuda:0"), (True, True, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        assert get_device(argparse.Namespace(disable_cuda=disabled)) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.RMSprop, torch.optim.Adam, functools.partial(torch.optim.Adam, fused=True)]
+)
+def test_squares_of_gradients_that_stay_at_zero_do_not_vanish_and_weights_stay_the_same(make):
+    found = []
+    for is_raised in (False, True):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(3, 1)
+        optimizer = make(model.parameters(), lr=0.1, eps=1e-8)
+        if is_raised:
+            raise_squares(optimizer)
+        for scale in [1.0] + [0.0] * 3 + [1e-3, 1.0]:
+            model.weight.grad = scale * torch.tensor([[1.0, -2.0, 0.0]])  # the last one is dead
+            model.bias.grad = torch.full((1,), scale)
+            optimizer.step()
+            squares = [s.get("square_avg", s.get("exp_avg_sq")) for s in optimizer.state.values()]
+            assert len(squares) == 2 and (min(x.min() for x in squares) > 1.2e-38) == is_raised
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*found)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs two cores")
+@pytest.mark.parametrize("are_all", [True, False])
+def test_threads_that_take_all_cores_have_one_each_and_fewer_are_free(are_all):
+    cores = os.sched_getaffinity(0)
+
+    def compute():
+        learner = create()
+        learner.num_threads = len(cores) if are_all else 1
+        torch.set_num_threads(learner.num_threads)  # which starts some that do not compute here
+        before = set(os.listdir("/proc/self/task"))
+        learner.use_threads()
+        assert torch.get_num_threads() == learner.num_threads
+        started = map(int, set(os.listdir("/proc/self/task")) - before)
+        return [os.sched_getaffinity(thread) for thread in (0, *started)]
+
+    def has_all_cores_for_a_while():
+        compute()
+        own = os.sched_getaffinity(0)
+        with all_cores():
+            meanwhile = os.sched_getaffinity(0)
+        return meanwhile == cores and os.sched_getaffinity(0) == own
+
+    assert Thread(has_all_cores_for_a_while).result()
+    affinities = Thread(compute).result()
+    expected = [{core} for core in sorted(cores)] if are_all else [cores]
+    assert sorted(map(sorted, affinities)) == list(map(sorted, expected))
+    assert os.sched_getaffinity(0) == cores
+
+
+@pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: p.__name__)
+def test_no_thread_learns_after_the_last_step(monkeypatch, program):
+    learner, batch = create(), create_batch()
+    run = argparse.Namespace(stop=threading.Event(), updates=[])
+
+    def record(metrics, batch):
+        run.updates.append((metrics, batch))
+        run.stop.set()  # that was the last step
+
+    run.record = record
+    monkeypatch.setattr(program, "read_batches", lambda *_: [batch, batch])
+    monkeypatch.setattr(program, "learn", lambda *_: {"steps": 1000.0})
+    system = (None, None) if program is monobeast else (argparse.Namespace(queue=None),)
+    version = learner.weights.version
+    program.batch_and_learn(None, learner, *system, run)
+    assert run.updates == [({"steps": 1000.0}, batch)]
+    assert learner.weights.version == version + 1

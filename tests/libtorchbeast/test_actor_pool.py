@@ -1,0 +1,741 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ActorPool: rollouts from real servers, lost servers, and servers that send rubbish."""
+
+import collections
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import counting
+import gymnasium as gym
+import nest
+import numpy as np
+import pytest
+import torch
+from counting import (
+    FakeServer,
+    ServerProcess,
+    free_address,
+    hang_after_the_first_row,
+    make_first,
+    make_step,
+    obey,
+    say,
+    wait_for_end,
+)
+from deadline import DEADLINE, Thread, run_with_deadline, wait_until
+from old_env import Old
+from program import ROOT
+from rig import STATE, Rig, T, act_zero, answer, check_rows, split
+from stream import ServerThread, from_nest, make_many
+
+from libtorchbeast import (
+    ActorPool,
+    AsyncError,
+    BatchingQueue,
+    DynamicBatcher,
+    query_server,
+    rpcenv_pb2,
+)
+
+# The main thread may wait where no signal reaches it.
+pytestmark = pytest.mark.timeout(120, method="thread")
+OPTIONS = {"num-envs", "seed", "newest-frame-only", "truncated-rows"}
+
+
+@pytest.fixture
+def start():
+    """Return a function that keeps what it is given, and stops or closes it in the end."""
+    with contextlib.ExitStack() as stack:
+
+        def keep(thing):
+            # If it fails for one of these, run() has raised it in the test already.
+            stack.enter_context(contextlib.suppress(ConnectionError, TimeoutError))
+            stack.callback(thing.close if isinstance(thing, Rig) else thing.stop)
+            return thing
+
+        yield keep
+
+
+def by_environment(columns):
+    """Return the columns of each environment in the order in which they came."""
+    chains = {}
+    for column in columns:
+        chains.setdefault(int(column[0]["frame"][0, 0]), []).append(column)
+    return chains
+
+
+def assert_equal(a, b):
+    nest.map_many2(lambda x, y: np.testing.assert_array_equal(x, y), a, b)
+
+
+def check_chain(chain, initial_state, truncates=False):
+    """Check that rollouts of one environment are what they should be from its very first row on."""
+    first = {key: value[0] for key, value in chain[0][0].items()}
+    assert first["frame"][1:].tolist() == [0, 0, 0]
+    assert first["done"] and first["reward"] == first["episode_step"] == 0
+    state, previous = initial_state, None
+    for env_outputs, agent_outputs, initial_agent_state in chain:
+        assert_equal(initial_agent_state, nest.map(lambda s: s[:, 0], state))
+        if previous is not None:  # row 0 is the last one of the rollout before
+            assert_equal(nest.map(lambda x: x[0], (env_outputs, agent_outputs)), previous)
+        previous = nest.map(lambda x: x[-1], (env_outputs, agent_outputs))
+        state = nest.map(lambda s: s + T, state)  # the agent answers T rows
+        check_rows(env_outputs, agent_outputs, initial_agent_state, truncates)
+
+
+@pytest.mark.parametrize("env_class", [counting.OldCounting, counting.Counting])
+def test_a_forks_call_gives_tuples_of_one_environment_a_stream(start, env_class):
+    server = start(ServerThread(env_class))
+    rig = start(Rig([server.address] * 2))
+    batch = rig.take()
+    (env_outputs, agent_outputs), state = batch
+    assert type(batch) is type(env_outputs) is type(agent_outputs) is tuple
+    frame, reward, done, episode_step, episode_return = env_outputs
+    assert frame.shape == (T + 1, 1, 4) and frame.dtype == torch.int64
+    for tensor in (reward, done, episode_step, episode_return):
+        assert tensor.shape == (T + 1, 1)
+    assert agent_outputs[0].shape == (T + 1, 1)
+    assert state[0].shape == (1, 1) and state[1]["h"].shape == (2, 1, 3)
+    chains = by_environment(split(batch) + rig.columns(20))
+    assert len(chains) == 2
+    for chain in chains.values():
+        check_chain(chain, STATE)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 6])
+@pytest.mark.parametrize("dict_outputs", [False, True])
+def test_each_environment_of_a_stream_is_a_column(start, dict_outputs, columns):
+    server = start(ServerThread(counting.Counting))
+    rig = start(
+        Rig([server.address] * 2, columns=columns, dict_outputs=dict_outputs, num_envs=3, limit=8)
+    )
+    taken = rig.columns(60)
+    # Columns of a rollout stay neighbors, also where a batch ends between them.
+    ids = [int(env_outputs["frame"][0, 0]) for env_outputs, _, _ in taken]
+    assert len(set(ids)) == 6
+    assert all(sorted(ids[i : i + 3]) == list(range(min(ids[i : i + 3]), min(ids[i : i + 3]) + 3))
+               for i in range(0, 60, 3))  # fmt: skip
+    for chain in by_environment(taken).values():
+        assert len(chain) > 1
+        check_chain(chain, STATE)
+
+
+@pytest.mark.parametrize(
+    "state", [(), torch.full((1, 1), 3.0), {"a": (torch.ones(1, 1, 2), ())}, (torch.zeros(3, 1),)]
+)
+def test_agent_states_may_be_any_nest_a_bare_tensor_or_nothing_and_are_copied(start, state):
+    server = start(ServerThread(counting.Counting))
+    given = nest.map(torch.clone, state)
+
+    def agent(env_outputs, state):
+        outputs, new_state = answer(env_outputs, state)
+        return (outputs[0], outputs[1], torch.zeros_like(outputs[0])), new_state
+
+    rig = start(Rig([server.address], agent, given, columns=3, num_envs=3))
+    nest.map(torch.zero_, given)
+    for i in range(3):
+        _, initial_agent_state = rig.take()
+        wanted = nest.map(lambda s, i=i: (s + T * i).repeat_interleave(3, 1), state)
+        assert_equal(initial_agent_state, wanted)
+
+
+def test_a_bare_tensor_as_agent_outputs_is_the_action(start):
+    server = start(ServerThread(counting.OldCounting))
+    rig = start(Rig([server.address], lambda env_outputs, state: (env_outputs[1].long(), state)))
+    (_, outputs), _ = rig.take()
+    assert outputs.shape == (T + 1, 1)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [gym.spaces.Box(-1, 1, (3,)), gym.spaces.MultiDiscrete([2, 3, 4])],
+    ids=["box", "multi-discrete"],
+)
+def test_actions_of_several_parts_come_back_as_last_action(start, space):
+    space.seed(1)
+    dtype = torch.float32 if isinstance(space, gym.spaces.Box) else torch.int64
+
+    def agent(env_outputs, state):
+        assert env_outputs["last_action"].dtype == dtype
+        shape = env_outputs["reward"].shape
+        samples = [torch.from_numpy(space.sample()) for _ in range(shape.numel())]
+        return {"action": torch.stack(samples).view(*shape, 3).to(dtype)}, state
+
+    many = make_many(lambda: counting.Mirror(space))
+    server = start(ServerThread(None, make_environments=many))
+    rig = start(Rig([server.address], agent, (), columns=2, dict_outputs=True, num_envs=2))
+    for first in (True, False):
+        (env_outputs, agent_outputs), _ = rig.take()
+        last_action = env_outputs["last_action"]
+        assert last_action.dtype == dtype and last_action.shape == (T + 1, 2, 3)
+        assert torch.equal(last_action, agent_outputs["action"])
+        assert torch.equal(last_action, env_outputs["frame"])
+        assert (last_action[0] == 0).all() == first and (last_action[1:] != 0).any()
+
+
+@pytest.mark.parametrize("is_fork", [False, True])  # it would take the extra row for a step
+def test_time_limits_arrive_with_the_true_last_observation_but_not_at_forks(start, is_fork):
+    server = start(ServerThread(counting.Truncated))
+    options = {} if is_fork else {"columns": 3, "dict_outputs": True, "num_envs": 3}
+    taken = start(Rig([server.address], **options)).columns(36)
+    for chain in by_environment(taken).values():
+        check_chain(chain, STATE, truncates=not is_fork)
+
+
+def test_messages_may_be_larger_than_grpc_takes_by_default(start):
+    large = lambda: Old(observation=lambda t: np.full((5, 2**20), t, np.uint8))  # noqa: E731
+    server = start(ServerThread(large))
+    frame = start(Rig([server.address], act_zero, (), unroll_length=2)).take()[0][0][0]
+    assert frame.shape == (3, 1, 5, 2**20)
+    assert [row.unique().tolist() for row in frame] == [[0], [1], [2]]
+
+
+def test_options_of_a_stream_travel_as_metadata_and_a_forks_call_has_none(start):
+    fork = start(FakeServer(obey(1)))
+    start(Rig([fork.address], act_zero, ())).take()
+    assert not OPTIONS & fork.metadata[0].keys()
+    server = start(FakeServer(obey(2)))
+    start(
+        Rig([server.address] * 2, act_zero, (), dict_outputs=True, num_envs=2,
+            seeds=["1,2,3", "4"], newest_frame_only=True)
+    ).take()  # fmt: skip
+    wait_until(lambda: len(server.metadata) == 2)
+    for metadata in server.metadata:
+        assert metadata.keys() >= OPTIONS and metadata["num-envs"] == "2"
+        assert metadata["newest-frame-only"] == metadata["truncated-rows"] == "1"
+    first, second = sorted(metadata["seed"] for metadata in server.metadata)
+    # More numbers may follow.
+    assert first.startswith("1,2,3") and second.startswith("4")
+
+
+def test_a_stream_that_is_connected_anew_gets_another_seed(start):
+    server = start(FakeServer(say(make_first(1), make_step(1))))  # and the stream is over
+    start(Rig([server.address], act_zero, (), reconnect=True, seeds=["7"]))
+    wait_until(lambda: len(server.metadata) >= 3)
+    seeds = [metadata["seed"] for metadata in server.metadata]
+    assert all(seed.startswith("7") for seed in seeds) and len(set(seeds)) == len(seeds)
+
+
+def test_a_stream_that_fails_after_each_rollout_pauses_longer_and_longer(start):
+    server = start(FakeServer(say(make_first(1), *[make_step(1)] * T)))  # and the stream is over
+    rig = start(Rig([server.address], act_zero, (), reconnect=True))
+
+    def pauses():
+        found = [re.search(r"trying again in ([\d.]+) s", event) for event in rig.events]
+        return [float(match[1]) for match in found if match]
+
+    wait_until(lambda: len(pauses()) >= 5)
+    first, *_, fifth = pauses()[:5]
+    assert first <= 0.15 and fifth >= 0.8  # 0.1 and 1.6 seconds, give or take a half
+
+
+def test_query_server_returns_what_a_server_says(start):
+    server = start(FakeServer(obey(3, spaces='{"a": 1}', stack_size=0, env="Pong")))
+    assert query_server(server.address) == {
+        "protocol_version": 1, "num_envs": 3, "spaces": '{"a": 1}', "stack_size": 0,
+        "env": "Pong",
+    }  # fmt: skip
+    query_server(server.address, num_envs=3, timeout_s=10)
+    assert "num-envs" not in server.metadata[0] and server.metadata[1]["num-envs"] == "3"
+
+
+def test_query_server_raises_where_there_is_none_or_it_fails(start):
+    address = free_address()
+    with pytest.raises(TimeoutError, match=re.escape(address)):
+        query_server(address, timeout_s=0.3)
+    silent = start(FakeServer(lambda requests, context: wait_for_end(context)))
+    with pytest.raises((TimeoutError, ConnectionError), match=re.escape(silent.address)):
+        query_server(silent.address, timeout_s=0.3)
+    failing = start(FakeServer(say(rpcenv_pb2.Step(error="no such game"))))
+    with pytest.raises(ConnectionError, match="no such game"):
+        query_server(failing.address)
+
+
+@pytest.fixture
+def arguments():
+    """Good arguments of a pool, by name."""
+    return {
+        "unroll_length": T,
+        "learner_queue": BatchingQueue(),
+        "inference_batcher": DynamicBatcher(),
+        "env_server_addresses": ["127.0.0.1:1", "127.0.0.1:2"],
+        "initial_agent_state": (),
+    }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [({"unroll_length": 0}, ValueError, "unroll_length is 0"),
+     ({"env_server_addresses": []}, ValueError, "env_server_addresses is empty"),
+     ({"num_envs": 0}, ValueError, "num_envs is 0"),
+     ({"num_envs": "two"}, TypeError, "num_envs cannot be 'two'"),
+     ({"num_evs": 2}, TypeError, "num_evs"),
+     ({"seeds": ["1"]}, ValueError, "seeds"), ({"seeds": ["1", "2", "3"]}, ValueError, "seeds"),
+     ({"connect_timeout_s": 0}, ValueError, "timeout"),
+     ({"step_timeout_s": -1}, ValueError, "timeout"),
+     ({"initial_agent_state": torch.zeros(3)}, ValueError, "array is float32.3.")],
+    ids=repr,
+)  # fmt: skip
+def test_invalid_arguments_are_refused(arguments, wrong, error, message):
+    with pytest.raises(error, match=message):
+        ActorPool(**(arguments | wrong))
+
+
+def test_arguments_of_torchbeast_may_be_given_by_position_and_new_ones_by_name_only(arguments):
+    pool = ActorPool(**arguments)
+    assert pool.count() == pool.num_connected() == pool.num_reconnects() == 0
+    del pool  # which never ran
+    arguments = list(arguments.values())
+    ActorPool(*arguments, num_envs=None, seeds=None, reconnect=True, env="Pong")
+    with pytest.raises(TypeError):
+        ActorPool(*arguments, True)
+
+
+@pytest.mark.parametrize("reconnect", [False, True])
+@pytest.mark.parametrize(
+    "agent",
+    [
+        lambda env_outputs, state: (env_outputs[1].long(),),  # no state
+        lambda env_outputs, state: ((), env_outputs[1]),  # no action
+        lambda env_outputs, state: {"action": env_outputs[1].long(), "state": state},
+    ],
+)
+def test_wrong_outputs_of_the_agent_end_the_run(start, agent, reconnect):
+    server = start(FakeServer(obey(2)))
+    rig = start(Rig([server.address], agent, (), reconnect=reconnect))
+    with pytest.raises((ValueError, TypeError)):
+        rig.running.result()
+    rig.running.error = None
+
+
+def test_an_error_in_the_inference_thread_ends_the_run_though_servers_are_reconnected_to(start):
+    def agent(env_outputs, state):
+        raise KeyError("out of memory, say")
+
+    server = start(FakeServer(obey(2)))
+    rig = start(Rig([server.address], agent, (), reconnect=True))
+    with pytest.raises(KeyError):
+        rig.threads[1].result()
+    rig.threads[1].error = None  # whose traceback holds the batch
+    with pytest.raises(AsyncError):
+        rig.running.result()
+    rig.running.error = None
+
+
+def test_the_first_error_ends_the_run_though_other_streams_wait(start):
+    """One waits for the queue, one for the agent, one for its server; then another one fails."""
+    fail, unanswered = threading.Event(), []
+
+    def wait_for_the_agent(requests, context):
+        yield make_first(1, from_nest(np.full((1, 3), 7, np.uint8)))
+        yield from wait_for_end(context)
+
+    def fail_when_told(requests, context):
+        yield make_first(1)
+        fail.wait(DEADLINE)
+        yield make_step(1, error="the game is broken")
+
+    def infer():
+        for batch in batcher:
+            env_outputs, state = batch.get_inputs()
+            if env_outputs[0].max() == 7:
+                unanswered.append(batch)
+            else:
+                batch.set_outputs(act_zero(env_outputs, state))
+
+    speaks = (obey(1), wait_for_the_agent, hang_after_the_first_row, fail_when_told)
+    servers = [start(FakeServer(speak)) for speak in speaks]
+    queue = BatchingQueue(maximum_batch_size=1, maximum_queue_size=1)
+    batcher = DynamicBatcher(maximum_batch_size=1)
+    pool = ActorPool(1, queue, batcher, [server.address for server in servers], ())
+    running, inference = Thread(pool.run), Thread(infer)
+    wait_until(lambda: pool.count() == 2 and queue.size() == 1 and unanswered)
+    wait_until(lambda: pool.num_connected() == 4)
+    running.assert_blocked()
+    fail.set()
+    with pytest.raises(ConnectionError, match="the game is broken"):
+        running.result()
+    batcher.close()
+    inference.result()
+
+
+def test_a_server_that_is_not_there_or_does_not_answer_in_time_is_named(start, tmp_path):
+    hanging = (hang_after_the_first_row, lambda requests, context: wait_for_end(context))
+    addresses = [start(FakeServer(speak)).address for speak in hanging]
+    for address in (free_address(), f"unix:{tmp_path}/nothing", *addresses):
+        begin = time.monotonic()
+        rig = start(Rig([address], act_zero, (), step_timeout_s=0.3, connect_timeout_s=0.3))
+        errors = (ConnectionError, TimeoutError) if address in addresses else TimeoutError
+        with pytest.raises(errors, match=re.escape(address)):
+            rig.running.result()
+        assert time.monotonic() - begin > 0.2
+
+
+@pytest.mark.whole
+def test_a_slow_agent_or_learner_is_not_held_against_the_server(start):
+    may_answer = threading.Event()
+
+    def agent(env_outputs, state):
+        may_answer.wait()
+        return answer(env_outputs, state)
+
+    server = start(ServerThread(counting.Counting))
+    waits_for_agent, waits_for_learner = (
+        start(Rig([server.address], agent, limit=1, step_timeout_s=5)) for agent in (agent, answer)
+    )
+    wait_until(lambda: waits_for_learner.pool.count() == 2 * T)
+    time.sleep(5.5)  # longer than a server may take
+    may_answer.set()
+    for rig in (waits_for_agent, waits_for_learner):
+        check_chain(rig.columns(4), STATE)
+
+
+def test_an_environment_that_raises_ends_the_run_or_is_made_anew_and_its_traceback_is_shown(start):
+    server = start(ServerThread(counting.Raising))
+    rig = start(Rig([server.address]))
+    with pytest.raises(ConnectionError, match="the ball is lost") as caught:
+        while True:
+            rig.take()
+    rig = start(Rig([server.address], reconnect=True))
+    chains = {}
+    wait_until(lambda: chains.update(by_environment(rig.columns(2))) or len(chains) >= 3)
+    (event, *_) = rig.wait_for_event("the ball is lost")
+    for text in (str(caught.value), event):
+        assert "Traceback" in text and server.address in text
+    assert rig.pool.num_reconnects() >= 2
+
+
+@pytest.mark.whole
+def test_a_server_that_is_killed_and_restarted_costs_only_its_rollout(start, tmp_path):
+    addresses = ["127.0.0.1:0", f"unix:{tmp_path}/socket"]
+    servers = [start(ServerProcess(address)) for address in addresses]
+    addresses[0] = servers[0].address
+    assert servers[1].address == addresses[1]
+    rig = start(Rig(addresses, limit=4, reconnect=True))
+    chains = {}
+
+    def collect_from(*servers):
+        """Take rollouts until there are three new ones of all these servers."""
+        seen = collections.Counter()
+
+        def has_come():
+            for env_id, chain in by_environment(rig.columns(1)).items():
+                chains.setdefault(env_id, []).extend(chain)
+                seen[env_id // 1000] += len(chain)
+            return all(seen[server.process.pid] > 2 for server in servers)
+
+        wait_until(has_come)
+
+    collect_from(*servers)
+    assert rig.pool.num_connected() == 2 and rig.pool.num_reconnects() == 0
+    for i, address in enumerate(addresses):
+        servers[i].kill()
+        other = servers[1 - i]
+        wait_until(lambda other=other: collect_from(other) or rig.pool.num_connected() == 1)
+        rig.wait_for_event(re.escape(address))
+        collect_from(other)
+        servers[i] = start(ServerProcess(address))
+        collect_from(*servers)
+        assert rig.pool.num_connected() == 2 and rig.pool.num_reconnects() == i + 1
+    for address in addresses:
+        assert len(rig.wait_for_event(re.escape(address))) == 2  # lost, and back
+    assert len(chains) == 4
+    for chain in chains.values():  # each from its very first row on, with the first state
+        check_chain(chain, STATE)
+
+
+IN_A_TUPLE = rpcenv_pb2.Nest(items=[from_nest(np.zeros((2, 3), np.uint8))])
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [  # agreement_test.cc has all that servers must agree in
+        (obey(2, env="Asterix"), "plays Asterix, expected Pong"),
+        (obey(2, env="a" + 200 * "é"), "plays aé.*�?\\.\\.\\., expected Pong"),  # cut within one
+        (obey(3), "3.*2"),
+        (obey(2, observation=IN_A_TUPLE), r"\(\(uint8.*\(uint8"),  # the same arrays, in a tuple
+    ],
+)
+@pytest.mark.parametrize("reconnect", [False, True])
+def test_a_server_that_disagrees_is_refused_by_name(start, odd, message, reconnect):
+    late = threading.Event()
+
+    def speak(requests, context):
+        late.wait(DEADLINE)
+        yield from odd(requests, context)
+
+    good, refused = start(FakeServer(obey(2))), start(FakeServer(speak))
+    options = {"columns": 2, "num_envs": 2, "env": "Pong", "reconnect": reconnect}
+    rig = start(Rig([good.address, refused.address], act_zero, (), **options))
+    rig.take()
+    late.set()
+    if reconnect:
+        (event, *_) = rig.wait_for_event(message)
+        assert refused.address in event and good.address not in event
+        for _ in range(3):
+            rig.take()
+        assert rig.pool.num_connected() == 1
+    else:
+        with pytest.raises(ConnectionError, match=message) as caught:
+            while True:
+                rig.take()
+        assert refused.address in str(caught.value)
+
+
+def obey_all(**fields):
+    """Return what to `speak` for a server all of whose rows are these."""
+
+    def speak(requests, context):
+        yield make_first(**fields)
+        for _ in requests:
+            yield make_step(**fields)
+
+    return speak
+
+
+# csrc/tests/wire_test.cc and rollout_test.cc have all that can be wrong with a row.
+CONVERSATIONS = {
+    "another shape": (make_first(), make_step(observation=from_nest(np.zeros((2, 4), np.uint8)))),
+    "no protobuf": (make_first(), b"\xff" * 20),
+    "no handshake": (make_step(),),
+    "no environments": (make_first(0),),
+    "nothing": (),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_a_message_that_should_not_be_is_a_clear_connection_error(start, name):
+    server = start(FakeServer(say(*CONVERSATIONS[name])))
+    rig = start(Rig([server.address], act_zero, ()))
+    with pytest.raises(ConnectionError, match=re.escape(server.address)) as caught:
+        rig.running.result()
+    assert len(str(caught.value)) > len(server.address) + 20  # it says what
+
+
+RANGES = {"frame": np.array([[0] * 3, [4] * 3]), "last_action": np.empty(0, np.int64)}
+
+
+def frame(*numbers):
+    return from_nest(np.full((2, 3), numbers))
+
+
+LIES = {
+    "another frame": (
+        {"observation": frame(*[0.5] * 3)},
+        "frame .*float64.2, 3.",
+    ),
+    "a number outside its space": ({"observation": frame(0, 5, 0)}, "the number 5, .* 0 to 4"),
+    "an action of nobody": ({"last_action": np.array([0, 99]).tobytes()}, "last_action"),
+    "no return": ({"game_return": np.array([0, np.nan], "f").tobytes()}, "game_return has"),
+    "a negative count": ({"game_step": np.array([0, -1], "i").tobytes()}, "game_step is negative"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_lying_server_costs_its_stream_alone_and_is_named(start, lie, first):
+    fields, message = LIES[lie]
+    truth = {"observation": frame(0, 4, 0)}
+    opening = make_first(**(truth | fields if first else truth))
+    liar = start(FakeServer(say(opening, make_step(**(truth | fields)))))
+    good = start(FakeServer(obey_all(**truth)))
+    options = {"dict_outputs": True, "reconnect": True, "ranges": RANGES, "columns": 2}
+    rig = start(Rig([liar.address, good.address], act_zero, (), **options))
+    (event, *_) = rig.wait_for_event(f"{liar.address} sent what cannot be read: .*{message}")
+    assert good.address not in event
+    assert rig.take()[0][0]["frame"].shape == (T + 1, 2, 3)
+    if not first:
+        return
+    ranges = dict(RANGES)
+    with pytest.raises(ConnectionRefusedError, match=f"{liar.address} sends a first .*{message}"):
+        query_server(liar.address, check=lambda handshake: ranges)
+    assert query_server(good.address, check=lambda handshake: ranges)["num_envs"] == 2
+
+
+def test_what_a_server_says_cannot_forge_lines_or_move_the_cursor(start):
+    error = "\x1b[2J\x9b1A\r\u2028\u202e\n[INFO] Saved é"
+    server = start(FakeServer(say(make_first(), rpcenv_pb2.Step(error=error))))
+    rig = start(Rig([server.address], act_zero, ()))
+    with pytest.raises(ConnectionError) as caught:
+        rig.running.result()
+    escaped = r"\x1b[2J\x9b1A\r\u2028\u202e" + "\n  | [INFO] Saved é"
+    assert str(caught.value).endswith(f"says: {escaped}")
+
+
+def test_of_an_environments_error_the_end_is_shown(start):
+    error = 100_000 * "x" + "ValueError: the ball is lost"
+    server = start(FakeServer(say(make_first(), rpcenv_pb2.Step(error=error))))
+    rig = start(Rig([server.address], act_zero, ()))
+    with pytest.raises(ConnectionError, match="says: \\.\\.\\.xxx.*the ball is lost$") as caught:
+        rig.running.result()
+    assert 20_000 < len(str(caught.value)) < 20_200
+
+
+@pytest.mark.parametrize("option", ["step_timeout_s", "connect_timeout_s"])
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_a_time_limit_that_is_not_positive_is_refused(option, value):
+    with pytest.raises(ValueError, match="must be positive"):
+        ActorPool(T, BatchingQueue(), DynamicBatcher(), ["localhost:1"], (), **{option: value})
+
+
+@pytest.mark.parametrize("seconds", [1e10, float("inf")])
+def test_a_time_limit_may_be_as_long_as_one_likes(start, seconds):
+    may_answer = threading.Event()
+
+    def speak(requests, context):
+        first = obey(2)(requests, context)
+        yield next(first)
+        assert may_answer.wait(DEADLINE)
+        yield from first
+
+    server = start(FakeServer(speak))
+    assert query_server(server.address, 2, seconds)["num_envs"] == 2
+    limits = {"step_timeout_s": seconds, "connect_timeout_s": seconds}
+    rig = start(Rig([server.address], act_zero, (), num_envs=2, columns=2, **limits))
+    wait_until(lambda: rig.pool.num_connected() == 1)
+    rig.running.assert_blocked(0.6)  # in which it looks at its streams
+    may_answer.set()
+    rig.take()
+
+
+def test_rollouts_that_do_not_fit_into_memory_cost_their_stream(start):
+    server = start(FakeServer(obey(2)))
+    options = {"unroll_length": 10**12, "num_envs": 2, "reconnect": True}
+    rig = start(Rig([server.address], act_zero, (), **options))
+    (event, *_) = rig.wait_for_event("does not fit into memory; trying again")
+    assert server.address in event
+
+
+STOPPED = """
+import sys, threading, torch
+from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
+
+queue, batcher = BatchingQueue(), DynamicBatcher()
+pool = ActorPool(2, queue, batcher, sys.argv[1:], (), step_timeout_s=11)
+
+def answer():
+    for batch in batcher:
+        (_, reward, *_), state = batch.get_inputs()
+        batch.set_outputs(((torch.zeros_like(reward, dtype=torch.int64),), state))
+
+for function in (pool.run, answer):
+    threading.Thread(target=function, daemon=True).start()
+next(queue)
+print("a rollout")
+"""
+
+
+@pytest.mark.whole
+def test_a_learner_that_was_stopped_finds_its_streams_again(start, tmp_path):
+    """For longer than an answer may take, and than servers wait for a learner on TCP."""
+    is_stepping, go_on = threading.Event(), threading.Event()
+
+    class Gate(counting.Counting):
+        def step(self, action):
+            is_stepping.set()
+            assert go_on.wait(DEADLINE)
+            return super().step(action)
+
+    server = start(ServerThread(Gate, f"unix:{tmp_path}/socket"))
+    command = [sys.executable, "-c", STOPPED, server.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as learner:
+        try:
+            assert is_stepping.wait(DEADLINE)
+            learner.send_signal(signal.SIGSTOP)
+            time.sleep(22)
+            learner.send_signal(signal.SIGCONT)
+            time.sleep(1)  # in which it looks at its streams
+            go_on.set()
+            assert learner.communicate(timeout=DEADLINE)[0] == "a rollout\n"
+        finally:
+            go_on.set()
+            learner.kill()
+
+
+CLOSING = """
+    import torch
+    from counting import FakeServer, free_address, hang_after_the_first_row, obey, wait_for_end
+    from deadline import Thread, wait_until
+    from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
+
+    def answer(batcher):
+        for batch in batcher:
+            batch.set_outputs(((torch.zeros(1, 1, dtype=torch.int64),), ()))
+
+    def check(state, speak, close, is_there, inference=True, reconnect=False):
+        server = FakeServer(speak) if speak else None
+        address = server.address if server else free_address()
+        queue = BatchingQueue(maximum_batch_size=1, maximum_queue_size=1)
+        batcher = DynamicBatcher(maximum_batch_size=1)
+        pool = ActorPool(2, queue, batcher, [address], (), reconnect=reconnect,
+                         connect_timeout_s=0.1 if reconnect else 60)
+        running = Thread(pool.run)
+        if inference:
+            answering = Thread(answer, batcher)
+        wait_until(lambda: is_there(pool, queue, batcher))
+        running.assert_blocked(0.05)
+        for closable in close:
+            {"queue": queue, "batcher": batcher}[closable].close()
+        assert running.result() is None, state
+        if "batcher" not in close:
+            batcher.close()
+        if inference:
+            answering.result()
+        if server is not None:
+            server.stop()
+
+    def check_all(close):
+        check("connecting", None, close, lambda pool, queue, batcher: True)
+        check("between two attempts", None, close, reconnect=True,
+              is_there=lambda pool, queue, batcher: "again" in pool.next_event())
+        check("waiting for the first row", lambda requests, context: wait_for_end(context), close,
+              lambda pool, queue, batcher: True)
+        check("waiting for a row", hang_after_the_first_row, close,
+              lambda pool, queue, batcher: pool.num_connected() == 1 and batcher.size() == 0)
+        check("in compute", obey(1), close, inference=False,
+              is_there=lambda pool, queue, batcher: batcher.size() == 1)
+        check("in enqueue", obey(1), close,
+              lambda pool, queue, batcher: pool.count() == 4 and queue.size() == 1)
+
+    orders = [["queue", "batcher"], ["batcher", "queue"], ["queue"], ["batcher"]]
+    for thread in [Thread(check_all, close) for close in orders]:
+        thread.result()
+"""
+
+
+@pytest.mark.whole
+def test_run_comes_back_after_close_from_every_state():
+    run_with_deadline(CLOSING)
+
+
+def test_a_program_ends_though_the_pool_still_runs():
+    run_with_deadline("""
+        from counting import ServerProcess, free_address
+        from deadline import Thread, wait_until
+        from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
+
+        server = ServerProcess()
+        queue, batcher = BatchingQueue(), DynamicBatcher()
+        pool = ActorPool(2, queue, batcher, [server.address, free_address()], ())
+        running = Thread(pool.run)
+        watching = Thread(pool.next_event)
+        wait_until(lambda: batcher.size() == 1)
+    """)
+
+
+def test_steps_are_counted_and_what_actors_wait_for_is_measured(start):
+    server = start(FakeServer(obey(2)))
+    rig = start(Rig([server.address], act_zero, columns=2, limit=2))
+    rig.columns(6)
+    wait_until(lambda: rig.queue.size() == 2 and rig.pool.silences()[0][0] == "learner")
+    assert rig.pool.count() == (3 + 2) * 2 * T  # one rollout waits, one is kept waiting
+    waits = rig.pool.waits()
+    assert waits.keys() == {"inference", "environments", "learner"}
+    assert all(seconds > 0 for seconds in waits.values())
+    wait_until(lambda: rig.pool.waits()["learner"] > waits["learner"])  # which goes on
+    assert rig.pool.waits()["inference"] == waits["inference"]

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts/setup.sh does where something is missing."""
+
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+FILES = ("requirements-env.txt", "requirements.txt", "requirements-dev.txt")
+
+# A Python without ensurepip until apt-get has run; its pip does what $PIP says.
+PYTHON = """#!/bin/sh
+case "$*" in
+  *version_info*) echo 3.11; exit $OLD ;;
+  *ensurepip*) [ -e "$LOGS/apt" ] ;;
+  *sysconfig*) echo /nowhere ;;
+  "-m venv .venv") mkdir -p .venv/bin .venv/lib/python3.11; cp "$0" .venv/bin/python ;;
+  "-m pip install"*) echo "$@" >>"$LOGS/pip"; eval "$PIP" ;;
+esac
+"""
+APT = '#!/bin/sh\n[ $1 = update ] || { echo "$@" >>"$LOGS/apt"; exit $APT; }\n'
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Run setup.sh in a copy of the repository, on a machine with just what a bare Debian has."""
+    home, commands, logs = (tmp_path / name for name in ("repo", "bin", "logs"))
+    for folder in (home / "scripts", commands, logs):
+        folder.mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "setup.sh", home / "scripts")
+    for name in FILES:
+        shutil.copy(ROOT / name, home)
+    for name in ("sh", "cat", "cmp", "cp", "dirname", "mkdir", "rm", "touch", "env", "sleep"):
+        (commands / name).symlink_to(shutil.which(name))
+    scripts = {"python3": PYTHON, "apt-get": APT, "id": "echo $ID\n", "sudo": "exit 1\n"}
+    for name, text in scripts.items():
+        (commands / name).write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}")
+        (commands / name).chmod(0o755)
+
+    class Machine:
+        venv, repo = home / ".venv", home
+
+        def run(self, *arguments, shell="sh", **environment):
+            values = {"PATH": commands, "LOGS": logs, "ID": 0, "OLD": 0, "APT": 0, "PIP": ""}
+            values = {name: str(value) for name, value in (values | environment).items()}
+            return subprocess.run(
+                [shutil.which(shell), home / "scripts" / "setup.sh", *arguments],
+                env=values,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=60,
+            )
+
+        def log(self, name):
+            path = logs / name
+            return path.read_text().splitlines() if path.exists() else []
+
+    return Machine()
+
+
+def test_a_bare_machine_is_set_up_once(machine):
+    result = machine.run("dev", "compiler")
+    assert result.returncode == 0
+    assert result.stdout.splitlines()[0] == "This will:"
+    (packages,) = machine.log("apt")
+    for package in ("python3.11-venv", "g++", "libgrpc++-dev", "python3.11-dev"):
+        assert f" {package}" in packages and f" {package}" in result.stdout
+    assert machine.log("pip")[0].endswith("-r requirements-dev.txt")
+    assert machine.run("dev", "compiler").stdout == machine.run().stdout == ""  # nothing to do
+    assert len(machine.log("apt")) == len(machine.log("pip")) == 1
+
+
+def test_monobeast_needs_no_compiler_and_changed_requirements_are_installed(machine):
+    assert machine.run().returncode == 0
+    assert machine.log("apt") == ["install -y --no-install-recommends python3.11-venv"]
+    assert machine.log("pip")[0].endswith("-r requirements.txt")
+    with open(machine.repo / "requirements-env.txt", "a") as file:
+        file.write("another==1.0\n")
+    assert machine.run().returncode == 0
+    assert len(machine.log("pip")) == 2
+
+
+def test_without_rights_the_command_is_printed_and_nothing_done(machine):
+    result = machine.run("compiler", ID=1000)
+    assert result.returncode != 0
+    command = result.stdout.splitlines()[-1]
+    assert command.startswith("  apt-get update && apt-get install -y")
+    assert "python3.11-venv g++" in command
+    assert not machine.venv.exists() and not machine.log("apt")
+
+
+def test_no_fitting_python_is_named(machine):
+    result = machine.run(OLD=1)
+    assert result.returncode != 0
+    assert "No Python from 3.11 to 3.14 found; tried: python3 python3.14" in result.stdout
+    assert "tried: nowhere." in machine.run(PYTHON="nowhere").stdout
+
+
+def test_without_a_network_it_fails_and_tries_again(machine):
+    assert "Is there a network?" in machine.run(APT=100).stdout.splitlines()[-1]
+    assert not machine.venv.exists()
+    result = machine.run(PIP="exit 1")
+    assert result.returncode != 0
+    assert "pip could not install requirements.txt" in result.stdout.splitlines()[-1]
+    assert machine.run().returncode == 0
+    assert len(machine.log("pip")) == 2
+    assert machine.run().stdout == ""
+
+
+@pytest.mark.parametrize("how", ["KILL", "INT"])
+def test_an_environment_that_pip_was_interrupted_in_is_made_again(machine, how):
+    # Ctrl-C reaches pip, which exits with 1, and the shell: bash (sh on Fedora) goes on then.
+    interrupt = "kill -INT $PPID; exit 1" if how == "INT" else "kill -KILL $$"
+    shell = "bash" if shutil.which("bash") else "sh"
+    assert machine.run(PIP=f"touch .venv/half; {interrupt}", shell=shell).returncode != 0
+    assert (machine.venv / "half").exists()
+    result = machine.run()
+    assert "remove .venv" in result.stdout
+    assert result.returncode == 0 and not (machine.venv / "half").exists()
+    assert machine.run().stdout == ""

@@ -1,0 +1,486 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: what they bring back, which ones are refused, and when they are written."""
+
+import contextlib
+import copy
+import os
+import random
+import re
+import threading
+import types
+
+import numpy as np
+import pytest
+import torch
+from small_run import create_learner, create_parser, parse, save, update
+
+from beast.actors.weights import LocalWeights
+from beast.errors import FlagError
+from beast.learners.learner import Learner
+from beast.runs import checkpoint, checkpoint_writer
+from beast.runs.checkpoint_writer import Writer
+from beast.runs.randomness import random_states
+from beast.servers import credentials
+
+
+def saved_step(flags, name="model.tar"):
+    return checkpoint.load(flags, name)["step"]
+
+
+def test_a_checkpoint_restores_everything(tmp_path):
+    flags = parse(tmp_path)
+    save(parse(tmp_path, "--xpid run --disable_checkpoint"))
+    learner = create_learner(flags)
+    assert not (tmp_path / "run" / "model.tar").exists() and checkpoint.load(flags) is None
+    assert not checkpoint.resume(flags, learner)
+    saved, states = save(flags), random_states()
+    draw = random.random(), np.random.random(), torch.rand(1)
+    assert checkpoint.resume(flags, learner)
+    assert str(random_states()) == str(states)
+    assert (random.random(), np.random.random(), torch.rand(1)) == draw
+    assert learner.stats == saved.stats and learner.step == 200
+    for key in ("model", "optimizer", "scheduler"):
+        mine, other = getattr(learner, key).state_dict(), getattr(saved, key).state_dict()
+        assert str(mine) == str(other), key
+    # And both continue alike, with the next random numbers of the generator, too.
+    after_saving = torch.get_rng_state()
+    update(saved)
+    torch.set_rng_state(after_saving)
+    update(learner)
+    assert torch.equal(learner.model.weight, saved.model.weight)
+    assert learner.scheduler.get_last_lr() == saved.scheduler.get_last_lr() == [0.5 * 0.7]
+
+
+def test_weights_to_be_tested_are_those_of_the_moment_while_learning_goes_on(tmp_path):
+    flags = parse(tmp_path)
+    learner = create_learner(flags)
+    before = learner.model.weight.detach().clone()
+    packed = checkpoint.pack_weights(flags, learner.model, 0)
+    update(learner)
+    assert torch.equal(packed["model_state_dict"]["weight"], before)
+    assert not torch.equal(learner.model.weight, before)
+
+
+def test_the_optimizer_flags_of_the_call_hold_after_resuming(tmp_path):
+    save(parse(tmp_path))
+    flags = parse(tmp_path, "--xpid run --learning_rate 0.25 --total_steps 2000")
+    learner = create_learner(flags)
+    checkpoint.resume(flags, learner)
+    (group,) = learner.optimizer.param_groups
+    assert group["lr"] == pytest.approx(0.25 * 0.9)
+    # They hold before the state is loaded, too: a fused optimizer has its steps on the GPU.
+    learner, groups = create_learner(flags), []
+    learner.optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: groups.extend(state["param_groups"])
+    )
+    learner.optimizer.param_groups[0]["centered"] = True
+    checkpoint.resume(flags, learner)
+    assert groups[0]["centered"] and groups[0]["params"] == [0, 1]
+    (group,) = learner.optimizer.param_groups
+    assert group["centered"] and group["lr"] == pytest.approx(0.25 * 0.9)
+    group["centered"] = False
+    update(learner)
+    assert group["lr"] == pytest.approx(0.25 * 0.85)
+
+
+def create_with_two_optimizers(flags):
+    actor, critic = torch.nn.Linear(3, 2), torch.nn.Linear(3, 1)
+    optimizers = {
+        "actor": torch.optim.Adam(actor.parameters(), lr=flags.learning_rate),
+        "critic": torch.optim.RMSprop(critic.parameters(), lr=0.1),
+    }
+    model = torch.nn.ModuleList([actor, critic])
+    decay = lambda step: 1 - step / flags.total_steps  # noqa: E731
+    return Learner(model, optimizers, decay, LocalWeights(model))
+
+
+def learn_with_two_optimizers(learner):
+    for net, optimizer in zip(learner.model, learner.optimizer.values(), strict=True):
+        optimizer.zero_grad()
+        net(torch.ones(4, 3)).square().sum().backward()
+        optimizer.step()
+    learner.count(100, [], [])
+    return [parameter.detach().clone() for parameter in learner.model.parameters()]
+
+
+def test_modules_that_read_old_versions_know_that_weights_are_of_this_one(tmp_path):
+    class Versioned(torch.nn.Linear):
+        _version = 3
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+            self.found = local_metadata.get("version")
+
+    net, flags = Versioned(1, 1), parse(tmp_path)
+    checkpoint.restore_weights(net, {"model_state_dict": dict(net.state_dict())}, flags)
+    assert net.found == 3
+
+
+def test_several_optimizers_of_a_learner_go_on_as_they_were(tmp_path):
+    flags = parse(tmp_path)
+    saved, learner = create_with_two_optimizers(flags), create_with_two_optimizers(flags)
+    learn_with_two_optimizers(saved)
+    checkpoint.run_path(flags).mkdir(parents=True)
+    Writer(flags, saved).save(saved)
+    assert checkpoint.resume(flags, learner) and learner.learning_rate == 0.5 * 0.9
+    other = create_with_two_optimizers(flags)
+    other.load_state(copy.deepcopy(saved.state()))  # as of another rank
+    expected = learn_with_two_optimizers(saved)
+    for resumed in (learner, other):
+        learned = learn_with_two_optimizers(resumed)
+        assert all(torch.equal(*pair) for pair in zip(learned, expected, strict=True))
+        rates = [o.param_groups[0]["lr"] for o in resumed.optimizer.values()]
+        assert rates == pytest.approx([0.5 * 0.8, 0.1 * 0.8])
+    old = checkpoint.load(flags)
+    del old["optimizer"]
+    with pytest.raises(FlagError, match="is of one optimizer, but this is {'actor': 'Adam', "):
+        checkpoint._check_optimizer(learner, old, flags)
+    learner.optimizer = learner.optimizer["actor"]
+    with pytest.raises(FlagError, match="is of {'actor': 'Adam', .*, but this is Adam: undo"):
+        checkpoint.resume(flags, learner)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, groups):
+    flags = parse(tmp_path)
+    save(flags)
+    learner = create_learner(flags)
+    parameters = list(learner.model.parameters())
+    if groups == 1:
+        learner.optimizer = torch.optim.Adam(parameters)
+    else:
+        learner.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(
+        FlagError, match="is of RMSprop.*, but this is .*undo the change of create_opt"
+    ):
+        checkpoint.resume(flags, learner)
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_checkpoint_that_holds_code_is_refused_and_the_code_does_not_run(
+    tmp_path, caplog, zipped
+):
+    flags, path = parse(tmp_path), tmp_path / "run" / "model.tar"
+    save(flags)
+    content = {"step": Evil(tmp_path / "evil")}
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(FlagError) as error:
+        checkpoint.load(flags)
+    for text in (str(path), "holds code, which was not run", "mkdir", "move it away or choose"):
+        assert text in str(error.value)
+    assert "weights_only" not in str(error.value)  # PyTorch's advice how to run it
+    path = path.rename(path.with_name("best.tar"))  # which costs a run only the comparison with it
+    Writer(flags, create_learner(flags))
+    assert re.search(r"best.tar: .* holds code", caplog.text)
+    assert not (tmp_path / "evil").exists()
+    torch.load(path.with_name("best.tar.1"), weights_only=False)  # which would have run it
+    assert (tmp_path / "evil").exists()
+
+
+def test_what_is_no_checkpoint_of_this_program_is_refused_with_the_reason(tmp_path):
+    flags, path = parse(tmp_path), tmp_path / "run" / "model.tar"
+    save(flags)
+    flags.program = "other.py"
+    with pytest.raises(FlagError, match="is of program.py, but this is other.py: run program.py"):
+        checkpoint.load(flags)
+    for content in ({"model_state_dict": {}, "flags": {}}, torch.zeros(3), [1]):
+        torch.save(content, path)
+        with pytest.raises(FlagError, match="cannot use the checkpoint .*model.tar: it lacks"):
+            checkpoint.load(flags)
+    path.write_bytes(b"torn")
+    with pytest.raises(FlagError, match="model.tar: it is damaged, or none at all"):
+        checkpoint.load(flags)
+
+
+@pytest.mark.parametrize(
+    "path, value, reason",
+    [
+        (["step"], "200", "'step' is of type str"),
+        (["step"], 300, "its step is 300, and 200 in its stats"),
+        (["flags"], None, "'flags' is of type NoneType"),
+        (["stats", "game_returns"], None, "'game_returns' is of type NoneType"),
+        (["stats", "episode_returns"], ["a"], "must be real number, not str"),
+        (["stats"], {}, "KeyError: 'step'"),
+        (["random_states"], {}, "KeyError: 'torch'"),
+        (["random_states", "python"], 3, "TypeError"),
+        (["scheduler_state_dict"], [], "'scheduler_state_dict' is of type list"),
+        (["scheduler_state_dict"], {}, "KeyError: 'lr_lambdas'"),
+        (["scheduler_state_dict", "last_epoch"], "x", "'last_epoch' is of type str"),
+        (["optimizer_state_dict"], {}, "KeyError: 'param_groups'"),
+        (["optimizer_state_dict", "state", 0, "square_avg"], torch.ones(2), "has shape .2., not"),
+        (["model_state_dict"], 3, "'model_state_dict' is of type int"),
+    ],
+)
+def test_a_part_of_a_wrong_type_is_refused_in_one_line(tmp_path, path, value, reason):
+    flags, file = parse(tmp_path), tmp_path / "run" / "model.tar"
+    save(flags)
+    content = part = torch.load(file, weights_only=True)
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    torch.save(content, file)
+    learner = create_learner(flags, num_updates=1)  # whose optimizer has a state
+    with pytest.raises(
+        FlagError, match=f"use the checkpoint .*: it is damaged .*{reason}"
+    ) as error:
+        checkpoint.resume(flags, learner)
+    assert "\n" not in str(error.value) and "move it away" in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
+def test_weights_of_another_dtype_are_refused(tmp_path, dtype):
+    flags, file = parse(tmp_path), tmp_path / "run" / "model.tar"
+    save(flags)
+    content = torch.load(file, weights_only=True)
+    content["model_state_dict"]["bias"] = torch.ones(1, dtype=dtype)
+    content["model_state_dict"]["weight"] = None
+    torch.save(content, file)
+    with pytest.raises(FlagError) as error:
+        checkpoint.resume(flags, create_learner(flags))
+    assert f"bias: [1] {dtype} in the".replace("torch.", "") in str(error.value)
+    assert "weight: NoneType in the checkpoint, [1, 3] in the net" in str(error.value)
+
+
+def test_a_best_checkpoint_that_is_damaged_is_set_aside(tmp_path, caplog):
+    flags, file = parse(tmp_path), tmp_path / "run" / "best.tar"
+    learner = save(flags)
+    content = torch.load(tmp_path / "run" / "model.tar", weights_only=True)
+    torch.save(content | {"stats": {"step": 200}}, file)
+    before = file.read_bytes()
+    writer = Writer(flags, learner)
+    assert "best.tar is now best.tar.1: cannot use the checkpoint" in caplog.text
+    update(learner, [1.0])
+    writer.save(learner)
+    assert saved_step(flags, "best.tar") == 300
+    assert file.with_name("best.tar.1").read_bytes() == before
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_any_tensor_can_be_saved():
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
+    content = {"a": [quantized, torch.eye(2).to_sparse()], "b": torch.nn.Parameter(torch.ones(2))}
+    loaded = torch.load(checkpoint.to_bytes(content), weights_only=True)
+    assert loaded["a"][0].dequantize().tolist() == loaded["b"].tolist() == [1, 1]
+
+
+def test_weights_that_do_not_fit_are_refused_with_names_shapes_and_the_flags_that_differ(tmp_path):
+    save(parse(tmp_path))
+    flags = parse(tmp_path, "--xpid run --use_lstm --frame_skip 2")
+    with pytest.raises(FlagError) as error:
+        checkpoint.resume(flags, create_learner(flags, size=4))
+    for text in (
+        "--use_lstm was False, is True",
+        "--frame_skip was 4, is 2",
+        "a Linear of PongNoFrameskip-v4, does not fit this Linear of PongNoFrameskip-v4",
+        "weight: [1, 3] in the checkpoint, [1, 4] in the net",
+    ):
+        assert text in str(error.value)
+    assert "--xpid was" not in str(error.value) and "bias" not in str(error.value)
+    flags = parse(tmp_path)
+    with pytest.raises(FlagError, match="the code of Net has changed"):
+        checkpoint.resume(flags, create_learner(flags, size=4))
+    learner = create_learner(flags)
+    learner.model = torch.nn.Bilinear(2, 3, 1, bias=False)
+    with pytest.raises(FlagError) as error:
+        checkpoint.resume(flags, learner)
+    assert "does not fit this Bilinear" in str(error.value)
+    assert "bias: [1] in the checkpoint, missing in the net" in str(error.value)
+
+
+@pytest.mark.parametrize("is_old", [False, True])  # whose names are as torch.compile has them
+def test_a_compiled_net_has_the_checkpoints_of_a_plain_one(tmp_path, is_old):
+    def make(is_compiled):
+        net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+        if is_compiled:
+            net[0] = torch.compile(net[0], backend="eager")
+            net = torch.compile(net, backend="eager")
+        return net
+
+    flags, names = parse(tmp_path), ["0.weight", "0.bias", "1.weight", "1.bias"]
+    learner = create_learner(flags, 1, model=make(True))
+    for saved in (
+        checkpoint.pack(flags, learner),
+        checkpoint.pack_weights(flags, learner.model, 1),
+    ):
+        assert list(saved["model_state_dict"]) == names and saved["net"] == "Sequential"
+        if is_old:
+            saved["model_state_dict"] = learner.model.state_dict()
+            assert "_orig_mod.0._orig_mod.weight" in saved["model_state_dict"]
+        for is_compiled in (False, True):
+            net = make(is_compiled)
+            checkpoint.restore_weights(net, saved, flags)
+            for x, wanted in zip(net.parameters(), learner.model.parameters(), strict=True):
+                assert torch.equal(x, wanted)
+    with pytest.raises(FlagError, match=r"this Linear .*\n.*weight: missing in the checkpoint"):
+        checkpoint.restore_weights(torch.compile(torch.nn.Linear(1, 1)), saved, flags)
+
+
+def test_the_best_checkpoint_has_the_highest_mean_return_also_after_resuming(tmp_path):
+    def play_and_save(writer, learner, returns):
+        update(learner, returns)
+        writer.save(learner)
+
+    flags, path = parse(tmp_path), tmp_path / "run" / "best.tar"
+    path.parent.mkdir()
+    learner = create_learner(flags)
+    writer = Writer(flags, learner)
+    play_and_save(writer, learner, [])
+    assert not path.exists()  # no game has ended
+    play_and_save(writer, learner, [5.0])
+    assert saved_step(flags, "best.tar") == 200
+    play_and_save(writer, learner, [0.0] * 99)  # a mean of a hundred says more than that of one
+    assert saved_step(flags, "best.tar") == 300
+    play_and_save(writer, learner, [1.0] * 50)
+    assert saved_step(flags, "best.tar") == 400
+    play_and_save(writer, learner, [0.0])
+    assert saved_step(flags, "best.tar") == 400 and saved_step(flags) == 500
+
+    learner = create_learner(flags)
+    checkpoint.resume(flags, learner)
+    writer = Writer(flags, learner)
+    play_and_save(writer, learner, [0.0])
+    assert saved_step(flags, "best.tar") == 400
+    play_and_save(writer, learner, [1.0] * 99)
+    assert saved_step(flags, "best.tar") == saved_step(flags) == 700
+
+
+def test_the_best_checkpoint_is_compared_with_the_best_one_not_with_the_last_one(
+    tmp_path, monkeypatch
+):
+    flags, written, replace_file = parse(tmp_path), [], checkpoint_writer.replace_file
+
+    def write(path, content):
+        replace_file(path, content)
+        written.append(path.name)
+
+    monkeypatch.setattr(checkpoint_writer, "replace_file", write)
+    (tmp_path / "run").mkdir()
+    learner = create_learner(flags)
+    writer = Writer(flags, learner)
+    for mean, best in ((5.0, 100), (3.0, 100), (4.0, 100), (6.0, 400)):
+        update(learner)
+        learner.stats["game_returns"] = [mean] * 100
+        writer.save(learner)
+        assert saved_step(flags, "best.tar") == best
+    # The best one first: it is never worse than the newest.
+    assert written[:2] == written[-2:] == ["best.tar", "model.tar"] and len(written) == 6
+
+
+def test_the_interval_counts_from_one_file_on_the_disk_to_the_next(tmp_path, monkeypatch):
+    flags, now = parse(tmp_path, "--xpid run --checkpoint_interval_s 10"), [100.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0)
+    monkeypatch.setattr(checkpoint_writer, "time", clock)
+    learner = create_learner(flags)
+    writer = Writer(flags, learner)
+    monkeypatch.setattr(checkpoint_writer, "replace_file", lambda *_: now.insert(0, now[0] + 3))
+    writer.save(learner)  # as slowly the next time: at 107, to be there at 110
+    assert not writer.are_due(within=3) and writer.are_due(within=5)
+
+
+def test_a_checkpoint_does_not_choose_which_secret_is_sent(tmp_path):
+    arguments = " ".join(f"--{name} /secret" for name in credentials.FLAGS)
+    parsers = [create_parser(), create_parser()]
+    for parser in parsers:
+        credentials.add_flags(parser)
+    save(parse(tmp_path, f"--xpid run {arguments} --frame_skip 2", parsers[0]))
+    resumed = parse(tmp_path, parser=parsers[1])
+    assert resumed.frame_skip == 2
+    assert [getattr(resumed, name) for name in credentials.FLAGS] == [None] * 4
+
+
+def test_no_checkpoint_is_written_while_updates_are_not_finite(tmp_path, caplog):
+    flags = parse(tmp_path)
+    learner = save(flags)
+    writer = Writer(flags, learner)
+    update(learner)
+    learner.stats["skipped_in_a_row"] = 3
+    writer.save(learner)
+    assert writer.failure == (
+        "no checkpoint was written at step 300: the last 3 updates were not finite"
+    )
+    assert writer.failure in caplog.text and saved_step(flags) == 200
+    learner.stats["skipped_in_a_row"] = 1  # which has not changed the weights
+    writer.save(learner)
+    assert writer.failure == "" and saved_step(flags) == 300
+    update(learner)
+    with torch.no_grad():
+        learner.model.weight[0, 0] = torch.nan
+    writer.save(learner)
+    assert writer.failure and saved_step(flags) == 300
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_and_says_which(
+    tmp_path, monkeypatch
+):
+    def fail(*_):
+        raise OSError(28, "No space left")
+
+    flags = parse(tmp_path)
+    new, resumed = Writer(flags, create_learner(flags)), save(flags)
+    writers = (new, "there is none"), (Writer(flags, resumed), "that of step 200 stays")
+    monkeypatch.setattr(checkpoint_writer, "replace_file", fail)
+    for writer, what in writers:
+        writer.save(resumed)
+        assert writer.failure.endswith(f"of step 200 could not be written (No space left): {what}")
+
+
+def test_other_processes_hold_still_while_a_checkpoint_is_packed_not_while_it_is_written(
+    tmp_path, monkeypatch
+):
+    flags, events, pack = parse(tmp_path), [], checkpoint.pack
+    learner = create_learner(flags)
+
+    @contextlib.contextmanager
+    def hold():
+        events.append("hold")
+        yield
+        events.append("go on")
+
+    learner.hold = hold
+    monkeypatch.setattr(
+        checkpoint_writer, "pack", lambda *args: events.append("pack") or pack(*args)
+    )
+    monkeypatch.setattr(checkpoint_writer, "replace_file", lambda *_: events.append("write"))
+    Writer(flags, learner).save(learner)
+    assert events == ["hold", "pack", "go on", "write"]
+
+
+def test_the_lock_is_free_while_the_disk_is_written_to(tmp_path):
+    flags = parse(tmp_path)
+    (tmp_path / "run").mkdir()
+    learner = create_learner(flags, size=50_000)  # more than a pipe holds
+    writer = Writer(flags, learner)
+    os.mkfifo(tmp_path / "run" / "model.tar.tmp")  # which is written at the reader's pace
+    thread = threading.Thread(target=writer.save, args=(learner,), daemon=True)
+    thread.start()
+    with open(tmp_path / "run" / "model.tar.tmp", "rb") as reader:
+        assert reader.read(1)
+        assert learner.lock.acquire(timeout=60)
+        learner.lock.release()
+        reader.read()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("seconds, is_due", [(10, False), (4, True)])
+def test_a_checkpoint_is_due_once_an_interval(tmp_path, seconds, is_due):
+    flags = parse(tmp_path, f"--xpid run --checkpoint_interval_s {seconds}")
+    (tmp_path / "run").mkdir()
+    learner = create_learner(flags)
+    writer = Writer(flags, learner)
+    assert writer.are_due(within=5) == is_due
+    writer.save(learner)
+    assert writer.are_due(within=5) == is_due
+    if is_due:  # as soon as possible after one that was not written
+        learner.stats["skipped_in_a_row"] = 3
+        writer.save(learner)
+        assert writer.are_due(within=5)

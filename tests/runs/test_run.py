@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training run without a program around it: resuming, metrics, bad updates, signals, the end."""
+
+import json
+import logging
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from files import fill, read_events
+from program import HELPERS, ROOT, load, read_meta, read_rows, run, wait_until
+from small_run import UPDATE, B, create_batch, create_learner, parse, save, update
+
+from beast.errors import EnvError, FlagError
+from beast.learners.learner_group import Alone
+from beast.processes.lifetime import STOP_SIGNALS
+from beast.runs.run import MAX_SKIPPED, Run
+
+CPU_ONLY = "--xpid run --disable_cuda"
+
+
+class System:
+    """What plays, as a Run sees it."""
+
+    def waits(self):
+        return {"actor_wait": 0.0}
+
+    def metrics(self):
+        return {"full_buffers": 3}
+
+    def texts(self, metrics):
+        return {"full": f"{metrics['full_buffers']}/4"}
+
+    def silences(self):
+        return []
+
+    def pids(self):
+        return []
+
+
+def record(run, update=UPDATE, batch=None):
+    with run._learner.lock:
+        run._learner.publish()
+        run.record(update, batch or create_batch(run._learner.weights.version - 1))
+
+
+def start(tmp_path, arguments=CPU_ONLY, **kwargs):
+    flags = parse(tmp_path, arguments)
+    return Run(flags, create_learner(flags, **kwargs))
+
+
+def test_a_new_run_says_that_it_is_new_and_a_resumed_one_that_it_is_resumed(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    with start(tmp_path) as run:
+        record(run)
+        assert run.first_step == 0
+    assert f"New run: {tmp_path / 'run'}" in caplog.messages
+    assert not any(message.startswith("Resuming") for message in caplog.messages)
+    caplog.clear()
+    with start(tmp_path) as run:
+        assert run.first_step == 100
+        record(run)
+    assert f"Resuming {tmp_path / 'run'} at step 100" in caplog.messages
+    assert not any(message.startswith("New run") for message in caplog.messages)
+    assert load(tmp_path / "run" / "model.tar")["step"] == 200
+    assert [row["step"] for row in read_rows(tmp_path / "run")] == ["100", "200"]
+
+
+@pytest.mark.parametrize("metrics", [{"total_loss": 1.0}, UPDATE | {"step": 1.0}])
+def test_metrics_without_steps_or_with_a_name_of_ours_are_refused(tmp_path, metrics):
+    with start(tmp_path) as run:
+        with pytest.raises(ValueError, match="must have `steps`, .* and none of .*'step'"):
+            record(run, metrics)
+
+
+def test_the_last_checkpoint_is_saved_also_where_the_last_row_cannot_be(tmp_path, monkeypatch):
+    with pytest.raises(ZeroDivisionError):
+        with start(tmp_path) as run:
+            record(run)
+            monkeypatch.setattr(run, "tick", lambda: 1 / 0)
+    assert load(tmp_path / "run" / "model.tar")["step"] == 100
+
+
+def test_a_run_that_cannot_be_resumed_ends_and_frees_its_folder(tmp_path):
+    save(parse(tmp_path))
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+    with pytest.raises(FlagError, match="does not fit this Linear"):
+        with start(tmp_path, size=4):
+            pass
+    assert read_meta(tmp_path / "run")["status"].startswith("FlagError: the checkpoint in")
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
+    with start(tmp_path):
+        pass
+
+
+def test_metrics_are_means_over_a_tick_also_those_of_ones_own(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    ends = torch.zeros(3, B, dtype=torch.bool)
+    ends[1, 0] = ends[2, 1] = True
+    ends[0, 2] = True  # which was counted as the last row of the rollout before
+    returns = torch.arange(9.0).view(3, B)
+    batch = create_batch(2, done=ends, episode_return=returns, game_done=ends, game_return=returns)
+    with start(tmp_path) as run:
+        run._system = System()
+        run.tick()
+        record(run, UPDATE | {"my_metric": 1.0, "rare": 5.0}, batch)
+        record(run, UPDATE | {"my_metric": 2.0})
+        run.tick()
+    first, row, last = read_rows(tmp_path / "run")
+    assert "my_metric" in first and first["my_metric"] == first["mean_episode_return"] == ""
+    assert (row["my_metric"], row["rare"], row["total_loss"]) == ("1.5", "5.0", "0.5")
+    assert row["step"] == "200" and "steps" not in row
+    assert float(row["mean_episode_return"]) == float(row["mean_game_return"]) == (3 + 7) / 2
+    assert float(row["learning_rate"]) == pytest.approx(0.5 * 0.8)
+    assert [row[f"policy_lag_{name}"] for name in ("min", "mean", "max")] == ["0", "0.0", "0"]
+    assert row["full_buffers"] == "3" and float(row["actor_wait"]) == 0
+    assert last["my_metric"] == last["policy_lag_max"] == ""  # no update since
+    assert read_events(tmp_path / "run", "my_metric") == [(200, 1.5)]
+    line = next(message for message in caplog.messages if "200 steps" in message)
+    number = r"-?[\d,.e+-]+"
+    pattern = rf"20\.0% \| 200 steps \| {number} steps/s \({number} frames/s\) "
+    pattern += r"\| return 5 \| loss 0\.5 \| wait \d+%/0% \| full 3/4 \| lag 0/0/0 "
+    pattern += r"\| health after 1,000 updates \| left \d+:\d\d:\d\d"
+    assert re.fullmatch(pattern, line), line
+    line = next(message for message in caplog.messages if "0 steps" in message)
+    assert "return - | loss - " in line and "lag -/-/- " in line and line.endswith("left -")
+
+
+def test_what_no_checkpoint_can_hold_ends_a_run_before_it_starts_or_at_the_next_one(tmp_path):
+    folder = tmp_path / "run"
+    for name, spoil in {
+        "--root": lambda run: setattr(run._flags, "root", folder),
+        "stats > best > 1": lambda run: run._learner.stats.update(best=[1.0, np.float64(2)]),
+        "optimizer_state_dict > param_groups > 0 > kind": lambda run: (
+            run._learner.optimizer.param_groups[0].update(kind=signal.SIGINT)
+        ),
+        "model_state_dict > _extra_state": lambda run: setattr(
+            type(run._learner.model), "get_extra_state", lambda self: {1: deque()}
+        ),
+    }.items():
+        run = start(tmp_path, model=type("Net", (torch.nn.Linear,), {})(3, 1))
+        spoil(run)
+        with pytest.raises(FlagError, match=f"^{name}( > 1)? is a .*, with which no checkpoint "):
+            run.__enter__()
+        assert not folder.exists()
+    with pytest.raises(FlagError, match="^stats > best is a numpy.float64, with which no"):
+        with start(tmp_path) as run:
+            record(run)
+            run._folder.checkpoints.save(run._learner)
+            run._learner.stats["best"] = np.float64(2)
+    assert load(folder / "model.tar")["step"] == 100
+
+
+def test_the_flags_that_are_logged_are_flags(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    with start(tmp_path):
+        pass
+    (text,) = [message for message in caplog.messages if message.startswith("Flags:")]
+    assert "'learning_rate': 0.5" in text and "'seed': 1" in text
+    assert not re.search("'(program|rank|chosen|num_learners|render_mode|autotune)'", text)
+
+
+@pytest.mark.parametrize(
+    "arguments, added",
+    [(["--xpid", "run"], ""), (["--xpid=run"], ""), (["--env", "a b"], " --xpid run")],
+)
+def test_a_stopped_run_says_by_which_command_it_goes_on(
+    tmp_path, caplog, monkeypatch, arguments, added
+):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(sys, "argv", ["dir/fork.py", *arguments])
+    for is_stopped, options in ((False, ""), (True, " --disable_checkpoint"), (True, "")):
+        assert "To go on" not in caplog.text
+        with start(tmp_path, CPU_ONLY + options) as run:
+            run._signals.first = signal.SIGINT if is_stopped else None
+    command = f"To go on: python dir/fork.py {shlex.join(arguments)}{added}"
+    assert caplog.messages[-1] == command
+
+
+def test_the_last_step_ends_the_run(tmp_path):
+    with start(tmp_path, f"{CPU_ONLY} --total_steps 300") as run:
+        for is_last in (False, False, True):
+            record(run)
+            assert run.stop.is_set() == is_last
+    assert run.exit_status == 0 and read_meta(tmp_path / "run")["status"] == "ended"
+
+
+@pytest.mark.parametrize("error", [EnvError("all actors died"), RuntimeError("out of luck")])
+def test_an_error_is_in_meta_and_only_one_of_the_environments_leaves_a_checkpoint(tmp_path, error):
+    with pytest.raises(type(error)):
+        with start(tmp_path) as run:
+            record(run)
+            raise error
+    assert read_meta(tmp_path / "run")["status"] == f"{type(error).__name__}: {error}"
+    assert (tmp_path / "run" / "model.tar").exists() == isinstance(error, EnvError)
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted(tmp_path, caplog):
+    with start(tmp_path) as run:
+        record(run, UPDATE | {"grad_norm": float("nan")})
+        assert run._learner.stats["skipped_in_a_row"] == 1
+        record(run)
+        assert run._learner.stats["skipped_in_a_row"] == 0
+    assert re.search(r"skipped, as it is not finite \(1 in all; 1 in a row.*grad_norm nan.*"
+                     r"batch comes from \{'actors': \[0\]\}", caplog.text)  # fmt: skip
+    row = read_rows(tmp_path / "run")[-1]
+    assert row["skipped_updates"] == "1" and row["step"] == "200" and row["total_loss"] == "0.5"
+    assert "grad_norm" not in row
+
+
+def test_updates_in_a_row_that_are_not_finite_end_the_run_and_leave_their_batch(tmp_path):
+    message = (
+        f"{MAX_SKIPPED} updates in a row.*bad_batch.tar.*Beyond 1e.06 or not finite in it: "
+        "frame, policy_logits. Look at .*mask.*; else try a lower --learning_rate"
+    )
+    frame = {"a": torch.zeros(3, 3), "b": (torch.full((3, 3), 65535.0**2),)}
+    logits = torch.tensor([[[0.0, -math.inf]]]).expand(3, 3, 2)
+    batch = create_batch(frame=frame, policy_logits=logits)
+    with pytest.raises(FloatingPointError, match=message):
+        with start(tmp_path) as run:
+            record(run)
+            run._folder.checkpoints.save(run._learner)
+            for _ in range(MAX_SKIPPED):
+                record(run, UPDATE | {"total_loss": float("inf")}, batch)
+    bad = load(tmp_path / "run" / "bad_batch.tar")
+    assert bad["metrics"]["total_loss"] == float("inf") and bad["sources"] == {"actors": [0]}
+    assert bad["batch"].keys() == batch.rows.keys()
+    assert load(tmp_path / "run" / "model.tar")["step"] == 100
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error_that_says_what_is_lost(small_disk):
+    reason = r"model.tar of step 200 could not be written \(No space .*that of step 100 stays"
+    with pytest.raises(FlagError, match=reason):
+        with start(small_disk) as run:
+            record(run)
+            run._folder.checkpoints.save(run._learner)
+            filler = fill(small_disk)
+            record(run)
+    filler.unlink()
+    with start(small_disk) as run:
+        record(run)
+    assert load(small_disk / "run" / "model.tar")["step"] == 200
+
+
+def test_torchrun_does_not_start_a_stopped_run_anew_because_the_disk_is_full(small_disk):
+    with start(small_disk) as run:
+        run._group = Alone()
+        run._group.by_torchrun = True
+        record(run)
+        filler = fill(small_disk)
+        run._signals.first = signal.SIGTERM
+    assert run.exit_status == 0
+    filler.unlink()
+
+
+def test_a_profiler_trace_is_written(tmp_path):
+    with start(tmp_path, f"{CPU_ONLY} --write_profiler_trace --total_steps 100000") as run:
+        for _ in range(50):
+            update(run._learner)
+            record(run)
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert names.count("Optimizer.step#RMSprop.step") == 20
+
+
+def test_a_run_without_end_says_nothing_of_the_time_left(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    with start(tmp_path, f"{CPU_ONLY} --total_steps {10**18}") as run:
+        run.tick()
+        record(run)
+        run.tick()
+    (line,) = [message for message in caplog.messages if "100 steps | " in message][:1]
+    assert line.endswith("left -")
+
+
+@pytest.mark.parametrize("handler", ["SIG_DFL", "SIG_IGN"])  # the latter by nohup
+def test_a_lost_terminal_stops_a_run_unless_it_is_ignored(handler):
+    code = f"import signal; signal.signal(signal.SIGHUP, signal.{handler}); "
+    code += (
+        "from beast.processes.lifetime import STOP_SIGNALS; print(signal.SIGHUP in STOP_SIGNALS)"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert printed.strip() == str(handler == "SIG_DFL")
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_stop_signal_ends_the_run_with_a_checkpoint_and_its_status(tmp_path, number, caplog):
+    caplog.set_level(logging.INFO)
+    handlers = [signal.getsignal(n) for n in STOP_SIGNALS]
+    with start(tmp_path) as run:
+        record(run)
+        os.kill(os.getpid(), number)
+        assert run.stop.wait(60)
+        # The next one comes soon after, however slow this machine is; SIGHUP may come late.
+        run._signals.time += -60 if number == signal.SIGHUP else 60
+        os.kill(os.getpid(), number)  # as make and timeout do; this does not end the process
+        wait_until(lambda: f"Caught {number.name}: ending" in caplog.messages)
+    assert run.exit_status == 128 + number
+    assert read_meta(tmp_path / "run")["status"] == f"stopped by {number.name}"
+    assert load(tmp_path / "run" / "model.tar")["step"] == 100
+    assert [signal.getsignal(n) for n in STOP_SIGNALS] == handlers
+
+
+SECOND_SIGNAL = """
+import os, signal, sys
+from small_run import create_learner, parse
+from beast.runs.run import Run
+flags = parse(sys.argv[1])
+with Run(flags, create_learner(flags)) as run:
+    os.kill(os.getpid(), signal.SIGTERM)
+    run.stop.wait()
+    run._signals.time -= 60
+    os.kill(os.getpid(), signal.SIGINT)
+    signal.pause()
+"""
+
+
+@pytest.mark.whole
+def test_a_second_signal_after_a_while_ends_the_process(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SECOND_SIGNAL)
+    status, output = run(script, tmp_path, PYTHONPATH=f"{ROOT}:{HELPERS}")
+    assert status == -signal.SIGINT, output

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's folder: its lock, meta.json, `latest`, logs, a full disk, Weights & Biases."""
+
+import importlib.metadata
+import logging
+import os
+import re
+import subprocess
+
+import pytest
+from files import fill
+from program import read_meta, read_rows
+from small_run import create_learner, parse, save, update
+
+from beast.errors import FlagError
+from beast.runs import checkpoint, code_version, run_folder
+from beast.runs.checkpoint_writer import Writer
+from beast.runs.run_folder import RunFolder
+
+
+@pytest.fixture
+def open_folder():
+    """Return a function that opens a RunFolder at a step; those still open are closed."""
+    folders = []
+
+    def open_folder(flags, step=0):
+        folders.append(RunFolder(flags))
+        learner = create_learner(flags)
+        learner.stats["step"] = step
+        folders[-1].start(learner)
+        return folders[-1]
+
+    yield open_folder
+    for folder in folders:
+        if not folder._lock.closed:
+            folder.close("ended")
+
+
+def test_changes_of_the_code_are_described_alike_whatever_the_configuration_of_git(
+    tmp_path, monkeypatch
+):
+    def git(*arguments):
+        subprocess.run(["git", "-C", tmp_path, *arguments], check=True, capture_output=True)
+
+    (tmp_path / "beast/runs").mkdir(parents=True)
+    monkeypatch.setattr(code_version, "__file__", str(tmp_path / "beast/runs/code_version.py"))
+    path = tmp_path / "caf\u00e9"
+    path.write_text("1\n" * 20)
+    git("init")
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "first")
+    before = code_version.describe_code()
+    path.write_bytes(b"1\n" * 20 + "\u00e9".encode("latin-1"))  # not UTF-8
+    changed = code_version.describe_code()
+    assert "None" not in changed and changed != before
+    options = ("core.abbrev 12", "diff.noprefix true", "diff.context 1", "color.diff always")
+    options += ("core.quotePath false", "diff.external false", "diff.relative true")
+    for option in (*options, "diff.interHunkContext 5"):
+        git("config", *option.split())
+        assert code_version.describe_code() == changed, option
+
+
+def test_a_folder_in_use_is_refused_until_it_is_free(tmp_path, open_folder):
+    flags, path = parse(tmp_path), tmp_path / "run"
+    folder = open_folder(flags)
+    before = (path / "meta.json").read_bytes()
+    with pytest.raises(FlagError, match=f"another process is training in {path}"):
+        RunFolder(flags)
+    assert (path / "meta.json").read_bytes() == before
+    folder.close("ended")
+    open_folder(flags)
+
+
+def test_meta_and_log_say_how_a_run_ended_and_meta_holds_earlier_ones(
+    tmp_path, open_folder, caplog
+):
+    caplog.set_level(logging.INFO)
+    flags, path = parse(tmp_path), tmp_path / "run"
+    folder = open_folder(flags)
+    meta = read_meta(path)
+    assert meta["status"] == "running" and meta["end"] is None
+    assert meta["flags"]["seed"] == 1 and {"commit", "changed"} <= meta["git"].keys()
+    # Not torch.__version__, which says more than the package: 2.13.0+cu130.
+    assert meta["versions"]["torch"] == importlib.metadata.version("torch")
+    assert meta["machine"]["cores"] == os.cpu_count() and "cpu" in meta["machine"]
+    folder.log(250, {"total_loss": None}, "a line")
+    folder.close("ended", ValueError("out of luck"))
+    assert read_meta(path)["status"] == "ValueError: out of luck"
+    for text in ("25.0% | a line", "ValueError: out of luck"):
+        assert text in (path / "out.log").read_text()
+    for _ in range(2):
+        open_folder(flags).close("ended")
+    meta = read_meta(path)
+    assert meta["status"] == "ended" and meta["start"] <= meta["end"]
+    assert [m["status"] for m in meta["earlier"]] == ["ValueError: out of luck", "ended"]
+    assert "earlier" not in meta["earlier"][1]
+    damaged = ["{torn", "[1]", "3", '{"earlier": 1}', '{"earlier": [2]}', "[" * 100_000]
+    for i, text in enumerate(damaged, 1):
+        (path / "meta.json").write_text(text)
+        open_folder(flags).close("ended")
+        meta = read_meta(path)
+        assert meta["status"] == "ended" and "earlier" not in meta
+        assert (path / f"meta.json.{i}").read_text() == text
+        assert f"meta.json is now meta.json.{i}: it is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_run_of_another_program_or_commit_is_pointed_out(
+    tmp_path, open_folder, caplog, monkeypatch, is_damaged
+):
+    flags, path = parse(tmp_path), tmp_path / "run" / "meta.json"
+    save(flags)
+    open_folder(flags).close("ended")
+    parse(tmp_path, "--xpid run --mode test")
+    assert "was written by" not in caplog.text
+    monkeypatch.setattr(run_folder.sys, "argv", ["a/fork.py"])
+    git = {"rev-parse": "0123456789", "status": " M fork.py\n?? notes"}
+    monkeypatch.setattr(code_version, "run_git", lambda *arguments: git[arguments[0]])
+    if is_damaged:
+        path.write_text("[]")
+    parse(tmp_path, "--xpid run --mode test")
+    text = r"run was written by .* of (no )?commit.*; this is fork.py of commit 0123456 "
+    assert bool(re.search(rf"{text}with changes \( M fork.py\): its", caplog.text)) != is_damaged
+
+
+def test_latest_links_the_newest_run_and_spares_what_is_no_link(tmp_path, open_folder, caplog):
+    for xpid in ("one", "two", "one"):
+        open_folder(parse(tmp_path, f"--xpid {xpid}")).close("ended")
+        assert (tmp_path / "latest").resolve() == (tmp_path / xpid).resolve()
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    (tmp_path / "latest" / "precious").touch()
+    open_folder(parse(tmp_path))
+    assert (tmp_path / "latest" / "precious").exists()
+    assert "Could not link" in caplog.text
+
+
+def test_what_a_killed_process_had_begun_to_write_is_removed(tmp_path, open_folder):
+    flags = parse(tmp_path)
+    save(flags)
+    for name in ("model.tar", "best.tar", "meta.json", "logs.csv", "mine"):
+        (tmp_path / "run" / f"{name}.tmp").write_text("half")
+    open_folder(flags)
+    assert [path.stem for path in (tmp_path / "run").glob("*.tmp")] == ["mine"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_tears_no_file_and_the_run_continues_and_says_so(
+    small_disk, open_folder, caplog
+):
+    caplog.set_level(logging.INFO)
+    flags, path = parse(small_disk), small_disk / "run"
+    folder, learner = open_folder(flags), create_learner(flags)
+    writer = Writer(flags, learner)
+    folder.log(100, {"loss": 1.0}, "a line")
+    update(learner, [1.0])
+    writer.save(learner)
+    before = {name: (path / name).read_bytes() for name in ("model.tar", "best.tar")}
+    filler = fill(small_disk)
+    update(learner, [1.0])
+    writer.save(learner)
+    reason = "of step 200 could not be written (No space left on device): that of step 100 stays"
+    for name in before:
+        assert f"{path / name} {reason}" in caplog.text
+    assert writer.failure == f"the checkpoint {path / 'model.tar'} {reason}"
+    with pytest.raises(FlagError, match=f"cannot use --savedir {small_disk}: .*No space left"):
+        RunFolder(parse(small_disk, "--xpid other"))
+    for step in range(101, 301):
+        folder.log(step, {"loss": 1.0} | ({"new": 2.0} if step > 200 else {}), "a line")
+    assert {name: (path / name).read_bytes() for name in before} == before
+    assert list(path.glob("*.tmp")) == []
+    assert checkpoint.load(flags)["step"] == 100
+    for name in ("logs.csv", "out.log"):
+        # A shorter line may still fit into the last block, and then each change is logged.
+        lost = caplog.text.count(f"Cannot write {path / name} (No space left on device)")
+        again = caplog.text.count(f"Can write {path / name} again: ")
+        assert lost == again + 1
+        assert again < 50
+
+    filler.unlink()
+    folder.log(301, {"loss": 3.0, "new": 4.0}, "a line")
+    writer.save(learner)
+    folder.close("ended")
+    assert writer.failure == ""
+    rows = read_rows(path)
+    written = [int(row["step"]) for row in rows]
+    assert 1 < len(written) < 150 and written == sorted(set(written))
+    assert written[0] == 100 and written[-1] == 301
+    missing = re.findall(rf"Can write {path / 'logs.csv'} again: (\d+) entries", caplog.text)
+    assert len(written) + sum(map(int, missing)) == 202
+    assert [int(row["_tick"]) for row in rows] == list(range(len(rows)))
+    assert rows[-1]["new"] == "4.0" and rows[-2]["new"] == ""
+    assert all(line.startswith("[") for line in (path / "out.log").read_text().splitlines())
+    assert checkpoint.load(flags)["step"] == checkpoint.load(flags, "best.tar")["step"] == 200
+    assert read_meta(path)["status"] == "ended"
+
+
+def test_wandb_gets_the_same_metrics_and_a_resumed_run_continues_there(
+    tmp_path, open_folder, monkeypatch
+):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    flags, ids = parse(tmp_path, "--xpid run --wandb"), []
+    for step in (0, 100, 0):  # new, resumed, begun again
+        folder = open_folder(flags, step)
+        folder.log(step + 100, {"total_loss": 0.5, "mean_game_return": None}, "")
+        folder.log(step + 200, {"total_loss": 0.25, "mean_game_return": None}, "")
+        assert folder._wandb.step == step + 200 and folder._wandb.config["learning_rate"] == 0.5
+        assert folder._wandb.summary["total_loss"] == 0.5  # of the last step that is complete
+        assert "mean_game_return" not in dict(folder._wandb.summary)
+        ids.append(folder._wandb.id)
+        folder.close("ended")
+    assert ids[0] == ids[1] != ids[2]
+    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) >= 2

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding environment servers: which answer counts, who is refused and why, what local ones get."""
+
+import json
+import logging
+import re
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import catch_poly  # noqa: F401 - it makes the polybeast of this process play Catch
+import gymnasium as gym
+import numpy as np
+import pytest
+from catch_env import Catch
+from counting import FakeServer, obey
+from deadline import wait_until
+from old_env import Old
+from stream import ServerThread, make_many, serving
+
+import polybeast
+import polybeast_env
+from beast.envs.spaces import spaces_to_json
+from beast.errors import EnvError, FlagError
+from beast.servers import server_processes, servers
+
+ANY_PORT = "127.0.0.1:0"
+
+
+@pytest.fixture
+def fake_query(monkeypatch):
+    """Return a function by whose argument all servers are asked: called with an address."""
+    monkeypatch.setattr(servers, "MAJORITY_TIMEOUT", 60)
+
+    def replace(query):
+        monkeypatch.setattr(
+            servers.libtorchbeast, "query_server", lambda address, *_, **__: query(address)
+        )
+
+    return replace
+
+
+SPACES = spaces_to_json(gym.spaces.Box(0, 1, (3,), np.uint8), gym.spaces.Discrete(3), 1)
+
+
+def deep(depth, key="a"):
+    """Return spaces whose observations are in so many dicts."""
+    spaces = json.loads(SPACES)
+    for _ in range(depth):
+        spaces["observation"] = {"type": "Dict", "spaces": [["KEY", spaces["observation"]]]}
+    return json.dumps(spaces).replace("KEY", key)
+
+
+@pytest.mark.parametrize(
+    ("handshake", "message"),
+    [({"spaces": "no JSON"}, "has spaces that"), ({"spaces": ""}, "has no spaces"),
+     ({"spaces": deep(150)}, "levels deep"), ({"spaces": deep(1, r"\ud800")}, "surrogates"),
+     ({"spaces": SPACES.replace("[3]", "[4]")}, "by its space uint8.2, 4."),
+     ({"spaces": SPACES, "env": "a\nb"}, "whose name cannot be used: 'a.nb'"),
+     ({"spaces": SPACES, "num_envs": 5000}, "5,000 environments a stream")],
+)  # fmt: skip
+def test_a_server_that_cannot_be_used_is_named_and_the_others_count(handshake, message, caplog):
+    bad, good = FakeServer(obey(**handshake)), FakeServer(obey(2, spaces=SPACES))
+    for addresses in ([bad.address, good.address], [good.address, bad.address]):
+        assert servers.query_servers(addresses, None)["spaces"] == SPACES
+        (text,) = {text for text in caplog.messages if "0 s so far" in text}
+        assert bad.address in text and re.search(message, text)
+        caplog.clear()
+    with pytest.raises(EnvError, match=f"(?s)no .* can be used: .*{bad.address}.*{message}"):
+        servers.query_servers([bad.address], None)
+    bad.stop()
+    good.stop()
+
+
+@pytest.mark.parametrize("order", ["odd one two", "one odd two", "one two odd"])
+def test_what_most_servers_say_counts_whoever_answers_first(fake_query, order):
+    answered = threading.Event()
+
+    def query(address):
+        if address == "odd":
+            answered.set()
+            return {"num_envs": 2}
+        answered.wait()
+        return {"num_envs": 4}
+
+    fake_query(query)
+    assert servers.query_servers(order.split(), None) == {"num_envs": 4}
+
+
+def test_where_servers_differ_the_first_in_the_list_that_answers_counts(fake_query, monkeypatch):
+    ended = threading.Event()
+
+    def query(address):
+        if address == "silent":
+            ended.wait()
+        return {"env": address}
+
+    fake_query(query)
+    for addresses in (["a", "b"], ["b", "a"]):
+        assert servers.query_servers(addresses, None)["env"] == addresses[0]
+    monkeypatch.setattr(servers, "MAJORITY_TIMEOUT", 0.1)
+    assert servers.query_servers(["silent", "b"], None)["env"] == "b"
+    ended.set()
+
+
+def test_the_log_says_soon_which_servers_are_waited_for_and_later_why(
+    fake_query, caplog, monkeypatch
+):
+    monkeypatch.setattr(servers, "FIRST_LINE", 0)
+    failures = [TimeoutError(f"no environment server at host:{i} within 20 s") for i in (2, 1)]
+
+    def query(address):
+        wait_until(lambda: caplog.messages)  # the first line does not wait for a time-out
+        if failures:
+            raise failures.pop()
+        return {"env": "Pong"}
+
+    fake_query(query)
+    caplog.set_level(logging.INFO)
+    assert servers.query_servers(["host:1"], None) == {"env": "Pong"}
+    first, *later = caplog.messages
+    assert first == "Waiting for environment servers at host:1"
+    for i, message in zip((1, 2), later, strict=True):
+        assert f"0 s so far: no environment server at host:{i} within 20 s" in message
+        assert "start polybeast_env.py there" in message and "--server_addresses" in message
+
+
+def parse(*arguments):
+    return polybeast.parser.parse_args(arguments)
+
+
+def test_connect_gives_what_the_servers_say_of_their_environments():
+    with serving(None, ANY_PORT, make_environments=make_many(Catch, 4), env="Catch") as address:
+        with servers.connect(parse("--server_addresses", address), None) as found:
+            assert found.addresses == [address] and found.num_envs == 4
+            assert found.env == "Catch" and found.action_space.n == 3 and found.frame_skip == 1
+            assert found.observation_space == gym.spaces.Box(0, 1, (1, 10, 5), np.uint8)
+            assert found.pids() == []
+        arguments = ("--server_addresses", address, "--envs_per_stream", "7")
+        with servers.connect(parse(*arguments), None) as found:
+            assert found.num_envs == 7
+
+
+@pytest.mark.parametrize("given", [None, "Catch", "Breakout"])
+@pytest.mark.parametrize("served", [None, "Catch"])  # forks' servers name none
+def test_the_game_is_that_of_the_servers_or_refused(given, served, caplog):
+    caplog.set_level(logging.INFO)
+    flags = SimpleNamespace(env=given, eval_interval=0)
+    found = SimpleNamespace(env=served, frame_skip=3)
+    if (given, served) == ("Breakout", "Catch"):
+        with pytest.raises(FlagError, match="is Breakout, but .* play Catch: start servers"):
+            servers.adopt_env(flags, found)
+        return
+    servers.adopt_env(flags, found)
+    assert flags.env == given or served and flags.frames_per_step == 3
+    logged = ["The environment servers play Catch"] if served and not given else []
+    assert caplog.messages == logged
+
+
+def create_nothing(num_envs, seed, name):
+    raise RuntimeError("the game is not installed")
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (lambda: ServerThread(Old), "name no spaces"),
+        (lambda: ServerThread(None, make_environments=create_nothing),
+         r"create_nothing(?s:.*)RuntimeError: the game is not installed"),
+        (lambda: FakeServer(obey(version=7)), "version 7, .* 1"),
+        (lambda: ServerThread(None, make_environments=make_many(Catch), env="Asterix"),
+         "is Catch, but .* play Asterix"),  # though of equal spaces
+    ],
+)  # fmt: skip
+def test_servers_none_of_which_can_be_used_end_the_run_with_the_reason(tmp_path, start, message):
+    server = start()
+    arguments = ["--env", "Catch", "--savedir", str(tmp_path)]
+    with pytest.raises((EnvError, FlagError), match=message):
+        polybeast.main([*arguments, "--server_addresses", server.address])
+    server.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--num_actors 3 --num_servers 4", "--num_actors is 3, .* 4 servers"),
+        ("--num_actors 2 --server_addresses a:1-2,b:2", "--num_actors is 2, .* 3 servers"),
+        ("--num_actors 17 --num_servers 1", "--num_actors is 17, .* 1 servers .* 16 streams"),
+        ("--max_learner_queue_size 7 --batch_size 9", "is 7, .* --batch_size = 9"),
+        ("--server_addresses a:1 --pipes_basename unix:/b", r"a:1\) .*unix:/b\) .* only one"),
+        ("--server_addresses a:1,,b:2", "separated by commas"),
+        ("--server_addresses a:2-1", "a:2-1"),
+        ("--server_addresses nowhere", "nowhere.* host:port"),
+        ("--pipes_basename nowhere", "nowhere.* host:port"),
+        ("--pipes_basename 0.0.0.0:5000", "0.0.0.0:5000 may be reached from other machines"),
+        ("--envs_per_stream 5000", "--envs_per_stream is 5000, .* 4096"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused_before_anything_starts(arguments, message):
+    with pytest.raises(FlagError, match=message):
+        polybeast.check_flags(parse(*arguments.split()))
+
+
+def test_a_game_that_a_module_makes_is_taken_over_only_where_it_was_given():
+    found = SimpleNamespace(env="my-evil:Pong-v0", frame_skip=1)
+    with pytest.raises(FlagError, match="play 'my-evil:Pong-v0', .* add --env my-evil:Pong-v0$"):
+        servers.adopt_env(SimpleNamespace(env=None, eval_interval=1), found)
+    servers.adopt_env(SimpleNamespace(env="my-evil:Pong-v0", eval_interval=1), found)
+    servers.adopt_env(SimpleNamespace(env=None, eval_interval=0), found)  # imports nothing here
+
+
+class Started(Exception):
+    """Servers were to be started."""
+
+
+def test_flags_of_the_learner_reach_local_servers_but_no_secret_does(monkeypatch):
+    commands = []
+
+    def start(command, **kwargs):
+        commands.append(command)
+        raise Started
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    arguments = "--env BreakoutNoFrameskip-v4 --seed 7 --num_servers 3 --envs_per_stream 5 --color "
+    arguments += "--no_episodic_life --no_fire_reset --no_max_pool --frame_skip 2 --frame_size 0 "
+    arguments += "--frame_stack 1 --noop_max 0 --sticky_actions 0.5 --full_action_space "
+    arguments += "--env_backend ale_vector --stall_timeout_s 7 --auth_token_file /secret"
+    flags = parse(*arguments.split())
+    with pytest.raises(Started), servers.connect(flags, "script.py"):
+        pass
+    python, script, *arguments = commands[0]
+    assert python == sys.executable and script == "script.py"
+    served = vars(server_processes.parse_flags(polybeast_env.parser, arguments))
+    assert "auth_token_file" not in json.loads(served.pop("learner_flags"))
+    assert served.pop("server_address").startswith("unix:/") and served.pop("end_with_stdin")
+    assert served.pop("auth_token_file") is None and not served.pop("insecure")
+    assert served.pop("program") == "polybeast_env.py"
+    assert len(served) > 12 and served == {name: getattr(flags, name) for name in served}
