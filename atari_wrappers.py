@@ -28,7 +28,7 @@ from beast.errors import FlagError
 
 def add_flags(parser):
     """Add the flags that `create_atari` reads."""
-    group = parser.add_argument_group("atari", "how the games of ale-py are preprocessed")
+    group = parser.add_argument_group("atari", "preprocessing of ale-py's games")
 
     def number(name, default, text):
         group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
@@ -36,18 +36,18 @@ def add_flags(parser):
     def switch(name, dest, text):
         group.add_argument(f"--{name}", action="store_false", dest=dest, help=text)
 
-    number("noop_max", 30, "begin each game with 1 to N idle frames; 0: with none")
-    number("frame_skip", 4, "frames for which an action is repeated")
-    number("frame_size", 84, "resize frames to N x N pixels; 0: leave them as they are")
-    number("frame_stack", 4, "frames in an observation")
-    switch("no_max_pool", "max_pool", "observe the last frame, not the maximum of the last two")
-    switch("no_episodic_life", "episodic_life", "end episodes with the game, not with each life")
-    switch("no_fire_reset", "fire_reset", "leave it to the agent to press FIRE to begin")
-    switch("color", "grayscale", "observe three channels a frame instead of one")
-    text = "probability that a frame repeats the action before it (default: that of the id, "
-    text += "0 for -v4, 0.25 for -v0 and ALE/*-v5)"
+    number("noop_max", 30, "Begin each game with 1 to N idle frames; 0: none.")
+    number("frame_skip", 4, "Frames for which an action is repeated.")
+    number("frame_size", 84, "Resize frames to N x N pixels; 0: do not resize.")
+    number("frame_stack", 4, "Frames in an observation.")
+    switch("no_max_pool", "max_pool", "Observe the last frame, not the maximum of the last two.")
+    switch("no_episodic_life", "episodic_life", "End episodes with the game, not with each life.")
+    switch("no_fire_reset", "fire_reset", "Leave it to the agent to press FIRE to begin.")
+    switch("color", "grayscale", "Observe three channels a frame instead of one.")
+    text = "Probability of repeating the previous action. Default: by the id, "
+    text += "0 for -v4, 0.25 for -v0 and ALE/*-v5."
     group.add_argument("--sticky_actions", type=float, metavar="P", help=text)
-    text = "all 18 actions, not only those that the game uses"
+    text = "Use all 18 actions, not only those that the game needs."
     group.add_argument("--full_action_space", action="store_true", help=text)
 
 

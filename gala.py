@@ -40,7 +40,7 @@ from beast.envs import atari_games
 from beast.envs.environments import Environments, try_out
 from beast.envs.parallel import ParallelEnvironments
 from beast.errors import FlagError
-from beast.flags import add_run_flags, parse_flags, run_program
+from beast.flags import create_parser, parse_flags, run_program
 from beast.gossip.agent_memory import AgentMemory, make_equal
 from beast.gossip.agents import Agents
 from beast.gossip.consensus import Consensus, flatten
@@ -50,7 +50,7 @@ from beast.learners.learner import Learner, create_state, raise_squares
 from beast.learners.nets import create_net, find_image, scale_image
 from beast.learners.normalizer import OneHot
 from beast.nest import map_nest
-from beast.parser import Parser, fraction, non_negative, positive
+from beast.parser import fraction, non_negative, positive
 from beast.processes.fork_server import start_fork_server
 from beast.processes.machine import count_cores, keep_freed_memory
 from beast.processes.threads import Threads
@@ -61,9 +61,10 @@ from beast.runs.run import Run
 from libtorchbeast.rows import draw_seeds
 
 # fmt: off
-parser = Parser("gala.py", "Gossiping actor-learners on one machine.")
-add_run_flags(parser)
-parser.set_defaults(greedy=True)  # as the paper tests
+parser = create_parser(
+    "gala.py", "Gossiping actor-learners on one machine.",
+    without=["env_backend", "write_profiler_trace", "greedy", "elastic"],
+)
 
 training = parser.add_argument_group("training")
 training.add_argument("--total_steps", default=10_000_000, type=positive(int),
@@ -72,42 +73,43 @@ training.add_argument("--num_agents", default=4, type=positive(int), help="Actor
 training.add_argument("--envs_per_agent", default=16, type=positive(int),
                       help="Environments that an agent steps with one batched forward pass.")
 training.add_argument("--unroll_length", default=5, type=positive(int), help="Steps in a rollout.")
-training.add_argument("--agent", type=non_negative(int), help="The agent that --mode test plays "
-                      "with. By default that with the highest mean return.")
+training.add_argument("--agent", type=non_negative(int), help="Agent that --mode test plays "
+                      "with. Default: the one with the highest mean return.")
 training.add_argument("--deterministic", action="store_true",
-                      help="Have all agents mix after the same update, so that runs with one "
-                      "--seed on one machine are the same (and slower).")
+                      help="All agents mix after the same update: runs with one --seed are "
+                      "identical, and slower.")
 
 exchange = parser.add_argument_group("exchange")
 exchange.add_argument("--exchange", default="gossip", choices=["gossip", "allreduce", "none"],
-                      help="Mix weights with what has come from the in-peers; average gradients "
-                      "over all agents in each update; or neither.")
+                      help="gossip: mix weights with those of in-peers; allreduce: average "
+                      "gradients in each update; none: neither.")
 exchange.add_argument("--topology", default="ring", choices=["ring", "complete", "exponential"],
-                      help="From whom an agent gets weights: the one before it; all; or those 1, "
-                      "2, 4, ... before it.")
-exchange.add_argument("--max_staleness", default=0, type=non_negative(int), help="Wait for new "
-                      "weights of all in-peers after so many updates in a row without them; "
-                      "0: never.")
+                      help="Senders: ring: predecessor; complete: all; exponential: predecessors "
+                      "at distance 1, 2, 4, ...")
+exchange.add_argument("--max_staleness", default=0, type=non_negative(int), help="Updates "
+                      "without new weights of all in-peers until an agent waits for them; 0: any.")
 exchange.add_argument("--message_delay", default=0, type=int, choices=[0, 1],
-                      help="With --deterministic: the age of what is mixed, in updates.")
+                      help="With --deterministic, the age of mixed weights in updates.")
 
 loss = parser.add_argument_group("loss")
 loss.add_argument("--entropy_cost", default=0.01, type=non_negative(float),
-                  help="Weight of the entropy in nats.")
+                  help="Weight of the entropy bonus, in nats.")
 loss.add_argument("--baseline_cost", default=0.5, type=non_negative(float),
-                  help="Weight of the baseline's squared error.")
-loss.add_argument("--discounting", default=0.99, type=fraction, help="Discount factor of a step.")
+                  help="Weight of the baseline loss.")
+loss.add_argument("--discounting", default=0.99, type=fraction,
+                  help="Discount factor of a step (gamma).")
 loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "none"],
                   help="Clip rewards to [-1, 1] in the learner.")
 
 rmsprop = parser.add_argument_group("optimizer (RMSProp)")
 rmsprop.add_argument("--learning_rate", default=7e-4, type=positive(float),
                      help="Learning rate of each agent.")
-rmsprop.add_argument("--alpha", default=0.99, type=fraction, help="Decay of the mean of squares.")
+rmsprop.add_argument("--alpha", default=0.99, type=fraction,
+                     help="RMSProp decay of the squared gradients.")
 rmsprop.add_argument("--epsilon", default=1e-5, type=positive(float),
-                     help="Added to that mean's root.")
+                     help="RMSProp epsilon, added outside the square root.")
 rmsprop.add_argument("--grad_norm_clipping", default=0.5, type=positive(float),
-                     help="Largest norm of the gradient of the loss, a mean over transitions.")
+                     help="Largest gradient norm of the loss, a mean over transitions.")
 
 atari_wrappers.add_flags(parser)
 # fmt: on
@@ -414,10 +416,6 @@ def count_updates(learner, agents, consensus, run):
 
 def check_flags(flags):
     """Refuse flags that contradict each other."""
-    if flags.env_backend != "gym":
-        raise FlagError("--env_backend ale_vector is for monobeast.py and polybeast.py alone")
-    if flags.write_profiler_trace:
-        raise FlagError("--write_profiler_trace does not work with agents, which are processes")
     how = f"--exchange {flags.exchange}" + " --deterministic" * flags.deterministic
     for name, ways in (
         ("topology", ("--exchange gossip", "--exchange gossip --deterministic")),

@@ -44,13 +44,13 @@ from beast.actors.rollout_buffers import (
 from beast.actors.weights import SharedWeights
 from beast.envs.ale_vector import AtariEnvironments
 from beast.envs.environments import Environments, try_out
-from beast.flags import add_learner_flags, add_run_flags, parse_flags, run_program
+from beast.flags import create_parser, parse_flags, run_program
 from beast.learners import nets
 from beast.learners.devices import autocast, choose_precision, get_device, to_float32
 from beast.learners.learner import Learner
 from beast.learners.learner_group import ALONE, join_updates
 from beast.nest import map_nest
-from beast.parser import Parser, fraction, non_negative, positive
+from beast.parser import fraction, non_negative, positive
 from beast.processes.fork_server import start_fork_server
 from beast.processes.machine import choose_actors, count_cores
 from beast.processes.threads import Threads
@@ -60,54 +60,51 @@ from beast.runs.randomness import make_deterministic, seed_generators
 from beast.runs.run import Run
 
 # fmt: off
-parser = Parser("monobeast.py", "IMPALA on one machine.")
-add_run_flags(parser)
-add_learner_flags(parser)
+parser = create_parser("monobeast.py", "IMPALA on one machine.")
 
 training = parser.add_argument_group("training")
 training.add_argument("--total_steps", default=5_000_000, type=positive(int),
                       help="Agent steps to learn from.")
-training.add_argument("--num_actors", type=positive(int), help="Actor processes. By default as the "
-                      "cores allow: 2 for two cores.")
+training.add_argument("--num_actors", type=positive(int), help="Actor processes. Default: by "
+                      "the number of cores; 2 for two cores.")
 training.add_argument("--envs_per_actor", type=positive(int),
-                      help="Environments that an actor steps with one batched forward pass. By "
-                      "default 8, or fewer where that would be too many for --batch_size.")
+                      help="Environments that an actor steps with one batched forward pass. "
+                      "Default: 8, or fewer for a small --batch_size.")
 training.add_argument("--batch_size", default=8, type=positive(int), help="Rollouts in a batch.")
 training.add_argument("--unroll_length", default=20, type=positive(int),
                       help="Steps in a rollout.")
-training.add_argument("--num_buffers", type=positive(int), help="Rollouts held in shared memory. "
-                      "By default num_actors * envs_per_actor + 2 * batch_size; with "
-                      "--deterministic, + batch_size.")
+training.add_argument("--num_buffers", type=positive(int), help="Rollouts in shared memory. "
+                      "Default: num_actors * envs_per_actor + 2 * batch_size.")
 training.add_argument("--num_learner_threads", default=1, type=positive(int),
-                      help="Threads that make batches; one learns while others make the next.")
+                      help="Threads that batch rollouts; one learns at a time.")
 training.add_argument("--deterministic", action="store_true",
-                      help="Have actors and learner take turns, with policies always one update "
-                      "behind, so that runs with one --seed on one machine are the same (and "
-                      "slower). Needs --batch_size = num_actors * envs_per_actor.")
+                      help="Actors and learner take turns: runs with one --seed are identical, "
+                      "and slower.")
 training.add_argument("--use_lstm", action="store_true", help="Use an LSTM before the last layers.")
 
 loss = parser.add_argument_group("loss")
 loss.add_argument("--entropy_cost", default=3e-3, type=non_negative(float),
-                  help="Weight of the entropy in nats.")
+                  help="Weight of the entropy bonus, in nats.")
 loss.add_argument("--baseline_cost", default=0.5, type=non_negative(float),
                   help="Weight of the baseline loss.")
-loss.add_argument("--discounting", default=0.99, type=fraction, help="Discount factor of a step.")
+loss.add_argument("--discounting", default=0.99, type=fraction,
+                  help="Discount factor of a step (gamma).")
 loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "none"],
-                  help="Clip rewards to [-1, 1] in the learner.")
+                  help="Clip rewards to [-1, 1] in the learner, or not.")
 loss.add_argument("--policy_clipping", default=0.2, type=positive(float),
-                  help="An action gives no policy gradient once it is 1 + this times as probable "
-                  "as when it was played, if its advantage is positive, or 1 / (1 + this) times, "
-                  "if it is negative. 1e9 turns this off.")
+                  help="PPO-style clipping range of the policy ratio; 1e9 disables it.")
 
 rmsprop = parser.add_argument_group("optimizer (RMSProp)")
 rmsprop.add_argument("--learning_rate", default=2e-3, type=positive(float),
-                     help="Learning rate at the start; falls linearly to 0 at total_steps.")
-rmsprop.add_argument("--alpha", default=0.99, type=fraction, help="Decay of the mean of squares.")
-rmsprop.add_argument("--momentum", default=0.0, type=non_negative(float), help="Momentum.")
+                     help="Initial learning rate, annealed linearly to 0 at --total_steps.")
+rmsprop.add_argument("--alpha", default=0.99, type=fraction,
+                     help="RMSProp decay of the squared gradients.")
+rmsprop.add_argument("--momentum", default=0.0, type=non_negative(float),
+                     help="RMSProp momentum.")
 rmsprop.add_argument("--epsilon", default=0.01, type=positive(float),
-                     help="Added to that mean's root.")
+                     help="RMSProp epsilon, added outside the square root.")
 rmsprop.add_argument("--grad_norm_clipping", default=40.0, type=positive(float),
-                     help="Largest norm of the gradient of the loss, a sum over the batch.")
+                     help="Largest gradient norm of the loss, which is summed over the batch.")
 
 atari_wrappers.add_flags(parser)
 # fmt: on

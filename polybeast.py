@@ -36,13 +36,13 @@ import atari_wrappers
 import vtrace
 from beast.actors.weights import LocalWeights
 from beast.errors import FlagError
-from beast.flags import add_learner_flags, add_run_flags, add_server_flags, parse_flags, run_program
+from beast.flags import add_server_flags, create_parser, parse_flags, run_program
 from beast.learners import nets
 from beast.learners.devices import DeviceCopies, autocast, choose_precision, get_device, to_float32
 from beast.learners.learner import Learner
 from beast.learners.learner_group import ALONE, join_updates
 from beast.nest import map_nest
-from beast.parser import Parser, fraction, non_negative, positive
+from beast.parser import fraction, non_negative, positive
 from beast.processes.machine import choose_servers, count_cores
 from beast.processes.threads import Threads
 from beast.runs import diagnostics, evaluate
@@ -54,9 +54,7 @@ from beast.servers.streams import Streams, read_batches
 from polybeast_env import create_env
 
 # fmt: off
-parser = Parser("polybeast.py", "IMPALA on many machines.")
-add_run_flags(parser)
-add_learner_flags(parser)
+parser = create_parser("polybeast.py", "IMPALA on many machines.")
 add_server_flags(parser)
 
 training = parser.add_argument_group("training")
@@ -66,37 +64,38 @@ training.add_argument("--batch_size", default=8, type=positive(int), help="Rollo
 training.add_argument("--unroll_length", default=20, type=positive(int),
                       help="Steps in a rollout.")
 training.add_argument("--num_learner_threads", default=2, type=positive(int),
-                      help="Threads that fetch batches; one learns while others fetch the next.")
+                      help="Threads that fetch batches; one learns at a time.")
 training.add_argument("--num_inference_threads", default=1, type=positive(int),
-                      help="Threads that answer batches of rows.")
-training.add_argument("--max_learner_queue_size", type=positive(int), help="Rollouts that wait for "
-                      "the learner before actors do. By default batch_size.")
+                      help="Threads that compute the actions of batches of rows.")
+training.add_argument("--max_learner_queue_size", type=positive(int), help="Rollouts queued "
+                      "before actors wait for the learner. Default: --batch_size.")
 training.add_argument("--model", default="deep", choices=["deep", "shallow"],
-                      help="IMPALA's residual net, or the net of MonoBeast.")
+                      help="IMPALA's residual net, or MonoBeast's.")
 training.add_argument("--use_lstm", action="store_true", help="Use an LSTM before the last layers.")
 
 loss = parser.add_argument_group("loss")
 loss.add_argument("--entropy_cost", default=3e-3, type=non_negative(float),
-                  help="Weight of the entropy in nats.")
+                  help="Weight of the entropy bonus, in nats.")
 loss.add_argument("--baseline_cost", default=0.5, type=non_negative(float),
                   help="Weight of the baseline loss.")
-loss.add_argument("--discounting", default=0.99, type=fraction, help="Discount factor of a step.")
+loss.add_argument("--discounting", default=0.99, type=fraction,
+                  help="Discount factor of a step (gamma).")
 loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "none"],
-                  help="Clip rewards to [-1, 1] in the learner.")
+                  help="Clip rewards to [-1, 1] in the learner, or not.")
 loss.add_argument("--policy_clipping", default=0.2, type=positive(float),
-                  help="An action gives no policy gradient once it is 1 + this times as probable "
-                  "as when it was played, if its advantage is positive, or 1 / (1 + this) times, "
-                  "if it is negative. 1e9 turns this off.")
+                  help="PPO-style clipping range of the policy ratio; 1e9 disables it.")
 
 rmsprop = parser.add_argument_group("optimizer (RMSProp)")
 rmsprop.add_argument("--learning_rate", default=2e-3, type=positive(float),
-                     help="Learning rate at the start; falls linearly to 0 at total_steps.")
-rmsprop.add_argument("--alpha", default=0.99, type=fraction, help="Decay of the mean of squares.")
-rmsprop.add_argument("--momentum", default=0.0, type=non_negative(float), help="Momentum.")
+                     help="Initial learning rate, annealed linearly to 0 at --total_steps.")
+rmsprop.add_argument("--alpha", default=0.99, type=fraction,
+                     help="RMSProp decay of the squared gradients.")
+rmsprop.add_argument("--momentum", default=0.0, type=non_negative(float),
+                     help="RMSProp momentum.")
 rmsprop.add_argument("--epsilon", default=0.01, type=positive(float),
-                     help="Added to that mean's root.")
+                     help="RMSProp epsilon, added outside the square root.")
 rmsprop.add_argument("--grad_norm_clipping", default=40.0, type=positive(float),
-                     help="Largest norm of the gradient of the loss, a sum over the batch.")
+                     help="Largest gradient norm of the loss, which is summed over the batch.")
 
 atari_wrappers.add_flags(parser)
 # fmt: on

@@ -40,13 +40,13 @@ from beast.envs import atari_games
 from beast.envs.environment_groups import EnvironmentGroups, check_groups
 from beast.envs.environments import Environments, try_out
 from beast.errors import FlagError
-from beast.flags import add_run_flags, parse_flags, run_program
+from beast.flags import create_parser, parse_flags, run_program
 from beast.learners.devices import autocast, choose_precision, get_device, to_float32
 from beast.learners.learner import Learner
 from beast.learners.nets import create_net, find_image, scale_image
 from beast.learners.normalizer import Normalizer, OneHot, RewardScaler, flatten
 from beast.nest import map_nest
-from beast.parser import Parser, fraction, non_negative, positive
+from beast.parser import fraction, non_negative, positive
 from beast.processes.machine import count_cores
 from beast.processes.threads import Threads
 from beast.runs import diagnostics, evaluate
@@ -73,62 +73,62 @@ DEFAULTS = {
 
 
 def default_of(name):
-    return "By default {}; {} where actions are continuous.".format(*DEFAULTS[name])
+    return "Default: {}; {} for continuous actions.".format(*DEFAULTS[name])
 
 
 # fmt: off
-parser = Parser("ppo.py", "PPO on one machine.")
-add_run_flags(parser)
-parser.set_defaults(greedy=True, continuous=None)  # tests are greedy; train sets continuous
+parser = create_parser(
+    "ppo.py", "PPO on one machine.",
+    without=["env_backend", "greedy", "elastic"],  # tests are greedy
+)
+parser.set_defaults(continuous=None)  # train sets it
 
 training = parser.add_argument_group("training")
 training.add_argument("--total_steps", type=positive(int),
                       help=f"Agent steps to learn from. {default_of('total_steps')}")
 training.add_argument("--num_envs", type=positive(int),
                       help=f"Environments. {default_of('num_envs')}")
-training.add_argument("--num_groups", default=1, type=positive(int), help="Groups of environments, "
-                      "of which each is stepped while others are answered.")
+training.add_argument("--num_groups", default=1, type=positive(int), help="Groups of environments; "
+                      "one is stepped while the net answers another.")
 training.add_argument("--num_env_processes", type=non_negative(int), help="Processes that step a "
-                      "group; 0: this one. By default one a core, at most one an environment.")
+                      "group; 0: this one. Default: one a core, at most one an environment.")
 training.add_argument("--unroll_length", type=positive(int),
                       help=f"Steps in a rollout. {default_of('unroll_length')}")
 training.add_argument("--num_epochs", type=positive(int),
-                      help=f"Times that each rollout is learned from. {default_of('num_epochs')}")
-training.add_argument("--num_minibatches", type=positive(int), help="Optimizer steps in an epoch. "
-                      f"{default_of('num_minibatches')} With --use_gru at most --num_envs.")
+                      help=f"Epochs over each rollout. {default_of('num_epochs')}")
+training.add_argument("--num_minibatches", type=positive(int), help="Minibatches in an epoch; with "
+                      f"--use_gru at most --num_envs. {default_of('num_minibatches')}")
 training.add_argument("--deterministic", action="store_true",
-                      help="Use only deterministic algorithms, and log by updates, so that runs "
-                      "with one --seed on one machine are the same.")
+                      help="Deterministic algorithms: runs with one --seed are identical.")
 training.add_argument("--use_gru", action="store_true", help="Use a GRU before the last layers.")
 
 loss = parser.add_argument_group("loss")
-loss.add_argument("--penalty", default="clip", choices=["clip", "kl"], help="What keeps the policy "
-                  "near the one that acted: clipping, or an adaptive penalty on their KL.")
-loss.add_argument("--policy_clipping", type=positive(float), help="PPO's epsilon: the ratio "
-                  "of probabilities is clipped to [1 - this, 1 + this]. "
-                  f"{default_of('policy_clipping')}")
+loss.add_argument("--penalty", default="clip", choices=["clip", "kl"], help="PPO's clipped "
+                  "objective, or its adaptive KL penalty.")
+loss.add_argument("--policy_clipping", type=positive(float), help="PPO's clipping range "
+                  f"of the policy ratio. {default_of('policy_clipping')}")
 loss.add_argument("--kl_target", default=0.01, type=positive(float),
                   help="Target KL of --penalty kl, in nats.")
 loss.add_argument("--entropy_cost", type=non_negative(float),
-                  help=f"Weight of the entropy in nats. {default_of('entropy_cost')}")
+                  help=f"Weight of the entropy bonus, in nats. {default_of('entropy_cost')}")
 loss.add_argument("--baseline_cost", default=0.5, type=non_negative(float),
-                  help="Weight of the baseline's squared error.")
-loss.add_argument("--discounting", default=0.99, type=fraction, help="Discount factor of a step.")
-loss.add_argument("--gae_lambda", type=fraction, help="Lambda of GAE: 1 gives returns as "
-                  f"targets, 0 those of one step. {default_of('gae_lambda')}")
-loss.add_argument("--reward_scaling", choices=["clip", "std", "none"], help="Clip rewards to "
-                  "[-1, 1]; or divide them by the standard deviation of discounted returns so far, "
-                  f"and clip that to [-10, 10]. {default_of('reward_scaling')}")
+                  help="Weight of the baseline loss.")
+loss.add_argument("--discounting", default=0.99, type=fraction,
+                  help="Discount factor of a step (gamma).")
+loss.add_argument("--gae_lambda", type=fraction, help="Lambda of GAE. "
+                  f"{default_of('gae_lambda')}")
+loss.add_argument("--reward_scaling", choices=["clip", "std", "none"], help="clip: to [-1, 1]; "
+                  "std: divide by the standard deviation of discounted returns, then clip to "
+                  f"[-10, 10]. {default_of('reward_scaling')}")
 loss.add_argument("--advantage_scaling", default="batch", choices=["batch", "none"],
-                  help="batch: give all advantages of an update mean 0 and standard deviation 1; "
-                  "none: leave them as they are.")
+                  help="batch: standardize the advantages of an update (mean 0, deviation 1).")
 
 adam = parser.add_argument_group("optimizer (Adam)")
-adam.add_argument("--learning_rate", type=positive(float), help="Learning rate at the start; falls "
-                  f"linearly to 0 at total_steps. {default_of('learning_rate')}")
-adam.add_argument("--epsilon", default=1e-5, type=positive(float), help="Adam's epsilon.")
-adam.add_argument("--grad_norm_clipping", type=positive(float), help="Largest norm of the gradient "
-                  f"of the loss, a mean over the minibatch. {default_of('grad_norm_clipping')}")
+adam.add_argument("--learning_rate", type=positive(float), help="Initial learning rate, "
+                  f"annealed linearly to 0. {default_of('learning_rate')}")
+adam.add_argument("--epsilon", default=1e-5, type=positive(float), help="Adam epsilon.")
+adam.add_argument("--grad_norm_clipping", type=positive(float), help="Largest gradient norm of "
+                  f"the loss, a mean over a minibatch. {default_of('grad_norm_clipping')}")
 
 atari_wrappers.add_flags(parser)
 # fmt: on
@@ -480,8 +480,6 @@ def check_flags(flags):
     for name, values in DEFAULTS.items():
         if getattr(flags, name) is None:
             setattr(flags, name, values[flags.continuous])
-    if flags.env_backend != "gym":
-        raise FlagError("--env_backend ale_vector is for monobeast.py and polybeast.py alone")
     for name, penalty, default in (
         ("kl_target", "kl", parser.get_default("kl_target")),
         ("policy_clipping", "clip", DEFAULTS["policy_clipping"][flags.continuous]),

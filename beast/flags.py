@@ -16,7 +16,7 @@ import torch
 
 from beast.errors import EnvError, FlagError, format_cause
 from beast.learners import elastic, torchrun
-from beast.parser import folder_name, non_negative, positive
+from beast.parser import Parser, folder_name, non_negative, positive
 from beast.processes.lifetime import exit_on_signals, exit_with_parent, socket_folder, start_logging
 from beast.processes.machine import keep_freed_memory
 from beast.runs import checkpoint, evaluate
@@ -24,82 +24,82 @@ from beast.runs.checkpoint import BEST, NEWEST, run_path
 from beast.runs.code_version import compare_code
 from beast.servers import credentials
 
+# Flags that a program may do without, and what holds for it then.
+LEFT_OUT = {"env_backend": "gym", "precision": "fp32", "write_profiler_trace": False}
+LEFT_OUT |= {"greedy": True}
 
-def add_run_flags(parser):
-    """Add what all programs have and researchers seldom edit: the run, and its evaluation."""
+
+def create_parser(program, description, without=()):
+    """Return a parser with what programs have in common: the run, its evaluation, several learners.
+
+    Args:
+      program: file name of the program, which its checkpoints are marked with.
+      without: names of flags, among LEFT_OUT and `elastic`, that it does not have.
+    """
+    parser = Parser(program, description)
+
+    def add(group, name, *, help, **kwargs):
+        if name not in without:
+            group.add_argument(f"--{name}", help=help, **kwargs)
+
     # fmt: off
     run = parser.add_argument_group("run")
-    run.add_argument("--mode", default="train", choices=["train", "test", "test_render"],
-                     help="Train; test: play whole games with a checkpoint; test_render: the same, "
-                     "shown on screen.")
-    run.add_argument("--env", help="Environment: an Atari game of ale-py (by default "
-                     "PongNoFrameskip-v4; with servers that run already, what they play), or what "
-                     "else create_env makes.")
-    run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
-                     help="What steps the games in training: one environment after the other, or "
-                     "ale-py's AtariVectorEnv, whose games differ a little (docs/environment.md) "
-                     "and for which create_env is not called; ppo.py and gala.py have gym alone. "
-                     "--mode test always plays with gym.")
-    run.add_argument("--xpid", type=folder_name, help="Name of the run; one that has a "
-                     "checkpoint is resumed. By default a new name, of program and time; to test, "
-                     "the latest run.")
-    run.add_argument("--savedir", default="~/logs/torchbeast", help="Folder of all runs.")
-    run.add_argument("--seed", type=non_negative(int), help="Seed of environments, model and "
-                     "action sampling. By default a random one, which meta.json holds.")
-    run.add_argument("--checkpoint_interval_s", default=600, type=positive(float),
-                     help="Seconds from one checkpoint to the next: the most that a kill can cost.")
-    run.add_argument("--wandb", action="store_true",
-                     help="Log to Weights & Biases, too (pip install wandb).")
-    run.add_argument("--disable_checkpoint", action="store_true", help="Save no checkpoint.")
-    run.add_argument("--disable_cuda", action="store_true", help="Learn on the CPU.")
-    run.add_argument("--precision", choices=["fp32", "bf16"],
-                     help="Number format of the net's layers but the recurrent and last ones; "
-                     "all else is float32. By default bf16 on devices that multiply faster in "
-                     "it, fp32 on others.")
-    run.add_argument("--write_profiler_trace", action="store_true",
-                     help="Write a trace of 20 updates into the run's folder.")
-    run.add_argument("--stall_timeout_s", default=60, type=positive(float),
-                     help="Seconds of silence after which the log names a process, environment "
-                     "server or thread, with its stack; a process or server is killed and "
-                     "replaced after five times as long.")
-    run.add_argument("--end_with_stdin", action="store_true",
-                     help="End, as by SIGTERM, when standard input ends: for programs, and ssh, "
-                     "that must not leave this one behind.")
-    run.add_argument("--autotune", action="store_true", help=argparse.SUPPRESS)
+    add(run, "mode", default="train", choices=["train", "test", "test_render"],
+        help="Train; test: play whole games with a checkpoint; test_render: show them.")
+    add(run, "env", metavar="ID", help="Environment that create_env makes. Default: "
+        "PongNoFrameskip-v4, or what running servers play.")
+    add(run, "env_backend", default="gym", choices=["gym", "ale_vector"],
+        help="What steps Atari games in training: one environment after the other, or ale-py's "
+        "AtariVectorEnv (docs/environment.md).")
+    add(run, "xpid", type=folder_name, metavar="NAME", help="Name of the run, which is resumed if "
+        "it has a checkpoint. Default: PROGRAM-TIMESTAMP; with --mode test, the latest run.")
+    add(run, "savedir", default="~/logs/torchbeast", metavar="DIR", help="Folder of all runs.")
+    add(run, "seed", type=non_negative(int), help="Seed of environments, initial weights and "
+        "action sampling. Default: random (in meta.json).")
+    add(run, "checkpoint_interval_s", default=600, type=positive(float),
+        help="Seconds between checkpoints.")
+    add(run, "wandb", action="store_true",
+        help="Log to Weights & Biases, too (pip install wandb).")
+    add(run, "disable_checkpoint", action="store_true", help="Save no checkpoints.")
+    add(run, "disable_cuda", action="store_true", help="Learn on the CPU.")
+    add(run, "precision", choices=["fp32", "bf16"], help="Number format of convolutional and dense "
+        "layers. Default: bf16 on devices that are faster in it.")
+    add(run, "write_profiler_trace", action="store_true",
+        help="Write a PyTorch profiler trace of 20 updates into the run's folder.")
+    add(run, "stall_timeout_s", default=60, type=positive(float), help="Seconds of silence until a "
+        "stack trace is logged; after five times as long a process is replaced.")
+    add(run, "end_with_stdin", action="store_true",
+        help="Stop, as after SIGTERM, when standard input ends.")
+    evaluate.add_flags(parser, without)
+    if "elastic" not in without:
+        group = parser.add_argument_group("several learners (docs/learners.md)")
+        add(group, "elastic", metavar="HOST:PORT", help="Join an elastic group of learners through "
+            "the torchft lighthouse at HOST:PORT.")
     # fmt: on
+    parser.set_defaults(**{name: LEFT_OUT[name] for name in LEFT_OUT if name in without})
     # What programs find out about the machine that they run on: flags that they fill in, and
     # devices that compute in fp32 though --precision is bf16.
     parser.set_defaults(chosen=[], fp32_devices=[])
     parser.set_defaults(rank=0, num_learners=1)  # of learners that torchrun has started
-    evaluate.add_flags(parser)
-
-
-def add_learner_flags(parser):
-    """Let the program be one of several learners: for one whose `learn` sums over them."""
-    group = parser.add_argument_group("several learners")
-    group.add_argument("--elastic", metavar="HOST:PORT", help="Be one of several learners that "
-                       "come and go, which agree by torchft's lighthouse there (pip install "
-                       "torchft; docs/learners.md).")  # fmt: skip
+    return parser
 
 
 def add_server_flags(parser):
     """Add where environment servers are, or how many to start."""
     # fmt: off
     group = parser.add_argument_group("environment servers")
-    group.add_argument("--server_addresses", help="Where servers run already: host:port, "
-                       "host:first_port-last_port or unix:/path, separated by commas. By default, "
-                       "and where it is empty, servers are started here.")
+    group.add_argument("--server_addresses", metavar="LIST", help="Running servers: host:port, "
+                       "host:first_port-last_port or unix:/path, separated by commas. Default: "
+                       "servers are started here.")
     group.add_argument("--num_servers", type=positive(int), help="Server processes to start here. "
-                       "By default as the cores allow: 2 for two cores.")
-    group.add_argument("--pipes_basename", help="Start them at NAME.0, NAME.1, ... (a single one "
-                       "at NAME), such as unix:/tmp/polybeast; or at host:port and the ports after "
-                       "it. By default in a temporary folder.")
-    group.add_argument("--num_actors", type=positive(int), help="Streams, which the servers share. "
-                       "By default one for each server; two for each that is started here, where "
-                       "cores and policy lag allow it.")
+                       "Default: by the number of cores; 2 for two cores.")
+    group.add_argument("--pipes_basename", metavar="NAME", help="Their addresses: NAME.0, NAME.1, "
+                       "... of unix:/path, or host:port and the next ports. Default: in a "
+                       "temporary folder.")
+    group.add_argument("--num_actors", type=positive(int), help="Streams to all servers. Default: "
+                       "one a server, or two where cores and policy lag allow it.")
     group.add_argument("--envs_per_stream", type=positive(int), help="Environments that a server "
-                       "steps as one batch. By default 8, or fewer where that is too many for "
-                       "--batch_size; of servers that run already, as their own flag says.")
+                       "steps as one batch. Default: 8, or fewer for a small --batch_size.")
     # fmt: on
     credentials.add_flags(parser)
 
@@ -115,10 +115,6 @@ def parse_flags(parser, argv=None):
       FlagError: the run, its checkpoint and the flags do not fit together.
     """
     flags = parser.parse_args(argv)
-    if flags.autotune:
-        arguments = [a for a in (sys.argv[1:] if argv is None else argv) if a != "--autotune"]
-        command = " ".join(["python -m beast.autotune", flags.program, *arguments])
-        raise FlagError(f"--autotune is a program of its own now: {command}")
     if sys.platform != "linux":
         raise FlagError(f"this runs on Linux only, not on {sys.platform}")
     is_elastic = getattr(flags, "elastic", None) is not None

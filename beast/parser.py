@@ -52,7 +52,11 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, program, description):
         super().__init__(
-            prog=program, description=description, formatter_class=_Formatter, allow_abbrev=False
+            prog=program,
+            description=description,
+            usage="%(prog)s [flags]",
+            formatter_class=_Formatter,
+            allow_abbrev=False,
         )
         self.set_defaults(program=program)
         Parser.all.append(self)
@@ -101,6 +105,13 @@ class Parser(argparse.ArgumentParser):
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults where they say something: not that a switch is off, or that None is None."""
+
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=30, width=100)
+
+    def _get_default_metavar_for_optional(self, action):
+        kind = getattr(action.type, "kind", action.type)
+        return {int: "N", float: "X"}.get(kind, "TEXT")
 
     def _get_help_string(self, action):
         if action.default is None or isinstance(action.default, bool):

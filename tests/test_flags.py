@@ -178,13 +178,6 @@ def test_a_new_run_whose_name_is_close_to_that_of_another_is_pointed_out(tmp_pat
     assert caplog.messages == ["--xpid pong-lsmt is a new run; there is also pong-lstm"]
 
 
-@both
-def test_autotune_is_refused_with_the_command_in_its_place(program):
-    name = f"{program.__name__}.py"
-    with pytest.raises(FlagError, match=f"python -m beast.autotune {name} --env Pong --seed 3$"):
-        parse_flags(program.parser, "--env Pong --autotune --seed 3".split())
-
-
 def test_a_missing_wandb_is_reported_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -40,27 +40,24 @@ T_95 = (
 )
 
 
-def add_flags(parser):
+def add_flags(parser, without=()):
     # fmt: off
     group = parser.add_argument_group("evaluation")
     group.add_argument("--num_episodes", default=10, type=positive(int),
-                       help="Whole games that a test plays, and each evaluation of "
-                       "--eval_interval.")
+                       help="Games that a test or an evaluation plays.")
     group.add_argument("--num_test_envs", default=8, type=positive(int),
-                       help="Games played at once, with one batched forward pass a step.")
-    group.add_argument("--greedy", action="store_true", help="In tests and evaluations, take the "
-                       "most probable action instead of sampling. Always on in ppo.py and gala.py.")
+                       help="Environments that a test steps as one batch.")
+    if "greedy" not in without:
+        group.add_argument("--greedy", action="store_true", help="Take the most probable action in "
+                           "tests and evaluations instead of sampling.")
     group.add_argument("--best", action="store_true", help="Test the checkpoint with the highest "
-                       "mean return of the last 100 games instead of the newest.")
-    group.add_argument("--record_video", metavar="FOLDER", help="In a test, write each game into "
-                       "this folder as an mp4 (pip install moviepy); one game at a time.")
-    group.add_argument("--result_file", metavar="FILE", help="Write the result of a test into this "
-                       "file as JSON.")
-    group.add_argument("--eval_interval", default=0, type=non_negative(int),
-                       help="While training, evaluate the newest weights each time that so many "
-                       "agent steps have been learned from, in a process of its own. An "
-                       "evaluation that is due while the one before is still playing is left out. "
-                       "0: never.")
+                       "mean return of the last 100 games.")
+    group.add_argument("--record_video", metavar="DIR", help="With --mode test, save each game as "
+                       "an mp4 in DIR (pip install moviepy).")
+    group.add_argument("--result_file", metavar="FILE",
+                       help="With --mode test, write the result into FILE as JSON.")
+    group.add_argument("--eval_interval", default=0, type=non_negative(int), help="Agent steps "
+                       "between evaluations of the newest weights in another process; 0: none.")
     # fmt: on
     parser.set_defaults(render_mode=None)  # with which create_env makes its environment
 

@@ -17,13 +17,15 @@ FLAGS = ("tls_cert", "tls_key", "tls_ca", "auth_token_file")  # paths of what ot
 def add_flags(parser):
     """Add the flags that both ends have."""
     group = parser.add_argument_group("who may connect (see SECURITY.md)")
-    group.add_argument("--tls_cert", help="PEM file of this end's certificate, for TLS. "
-                       "The server's must name the hosts of --server_addresses.")  # fmt: skip
-    group.add_argument("--tls_key", help="PEM file of its key.")
-    group.add_argument("--tls_ca", help="PEM file of the authority that has signed the other end's "
-                       "certificate.")  # fmt: skip
-    group.add_argument("--auth_token_file", help="File with a text that learner and servers share. "
-                       "Without TLS others on the network can read it.")  # fmt: skip
+    # fmt: off
+    group.add_argument("--tls_cert", metavar="FILE", help="PEM certificate of this end. The "
+                       "server's must name the hosts of --server_addresses.")
+    group.add_argument("--tls_key", metavar="FILE", help="PEM private key of this end.")
+    group.add_argument("--tls_ca", metavar="FILE",
+                       help="PEM certificate of the authority that signed the other end's.")
+    group.add_argument("--auth_token_file", metavar="FILE", help="File with a token that learner "
+                       "and servers share. Without TLS it can be read on the network.")
+    # fmt: on
     return group
 
 

@@ -38,11 +38,10 @@ def add_flags(parser):
     parser.set_defaults(render_mode=None)  # with which create_env makes its environment
     group = parser.add_argument_group("started by a program")
     group.add_argument("--end_with_stdin", action="store_true",
-                       help="End when standard input ends: for programs, and ssh, that must not "
-                       "leave servers behind.")  # fmt: skip
+                       help="Stop, as after SIGTERM, when standard input ends.")  # fmt: skip
     group.add_argument("--learner_flags", default="{}", metavar="JSON",
-                       help="Flags of the learner that starts these servers: used where a flag "
-                       "of the same name is not given here.")  # fmt: skip
+                       help="Flags of the learner that starts these servers; defaults of those "
+                       "that are not given here.")  # fmt: skip
 
 
 def parse_flags(parser, argv=None):

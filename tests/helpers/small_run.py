@@ -3,10 +3,10 @@
 
 import torch
 
+from beast import flags as common
 from beast.actors.weights import LocalWeights
-from beast.flags import add_learner_flags, add_run_flags, parse_flags
+from beast.flags import parse_flags
 from beast.learners.learner import Batch, Learner
-from beast.parser import Parser
 from beast.runs import checkpoint
 from beast.runs.checkpoint_writer import Writer
 
@@ -15,9 +15,7 @@ UPDATE = {"steps": 100.0, "total_loss": 0.5}
 
 
 def create_parser(program="program.py"):
-    parser = Parser(program, "A program.")
-    add_run_flags(parser)
-    add_learner_flags(parser)
+    parser = common.create_parser(program, "A program.")
     parser.add_argument("--total_steps", default=1000, type=int)
     parser.add_argument("--learning_rate", default=0.5, type=float)
     parser.add_argument("--use_lstm", action="store_true")
