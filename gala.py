@@ -22,6 +22,7 @@ Shapes: T unroll length, N environments an agent, A actions. A rollout has T + 1
 last row of the rollout before it. libtorchbeast/rows.py says what a row holds.
 """
 
+import argparse
 import contextlib
 import functools
 import warnings
@@ -45,18 +46,16 @@ from beast.gossip.agent_memory import AgentMemory, make_equal
 from beast.gossip.agents import Agents
 from beast.gossip.consensus import Consensus, flatten
 from beast.gossip.population import Population
-from beast.learners.devices import autocast, choose_precision, get_device, to_float32
+from beast.learners import devices
 from beast.learners.learner import Learner, create_state, raise_squares
-from beast.learners.nets import create_net, find_image, scale_image
+from beast.learners.nets import create_net, find_image, may_be_image, scale_image
 from beast.learners.normalizer import OneHot
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
 from beast.processes.fork_server import start_fork_server
 from beast.processes.machine import count_cores, keep_freed_memory
-from beast.processes.threads import Threads
-from beast.runs import evaluate
+from beast.runs import evaluate, randomness
 from beast.runs.metrics import is_finite, to_floats
-from beast.runs.randomness import make_deterministic, seed_generators
 from beast.runs.run import Run
 from libtorchbeast.rows import draw_seeds
 
@@ -179,7 +178,6 @@ class Net(nn.Module):
         super().__init__()
         self.image = find_image(observation_space)
         self.is_image = self.image is not None
-        self.knows_bf16 = self.is_image  # its last layers stay in float32
         if self.is_image:
             self.trunk, size = image_trunk(self.image)
         else:
@@ -233,8 +231,8 @@ def net_arguments(flags):
 
 def compute_loss(flags, model, batch, initial_agent_state):
     """Return A2C's loss of rollouts ([T + 1, N, ...] each), a mean over their transitions."""
-    with autocast(flags, batch["reward"].device):
-        outputs, _ = to_float32(model(batch, initial_agent_state))
+    with devices.autocast(flags, batch["reward"].device):
+        outputs, _ = devices.to_float32(model(batch, initial_agent_state))
     # Index t is the transition from row t to row t + 1. What was recorded about it is in row t + 1.
     actions, rewards = batch["action"][1:], batch["reward"][1:]
     values = outputs["baseline"][:-1]
@@ -367,11 +365,11 @@ def learn_alone(flags, link, sample_rows, make_net, memory, port):
       memory: an AgentMemory, from which this agent begins, and which it writes when it has to hold.
       port: of the store by which agents find each other with --exchange allreduce.
     """
-    agent, device = link.agent, get_device(flags)
+    agent, device = link.agent, devices.get_device(flags)
     torch.set_num_threads(max(1, count_cores() // flags.num_agents))
     model, message = (make_net().to(device) for _ in range(2))
-    seed_generators([*link.seed, 0])
-    make_deterministic(flags)
+    randomness.seed_generators([*link.seed, 0])
+    randomness.make_deterministic(flags)
     optimizer = create_optimizer(flags, model)
     if device.type == "cpu":
         keep_freed_memory()
@@ -435,29 +433,35 @@ def check_flags(flags):
         raise FlagError(f"--agent is {flags.agent}, but --num_agents is {flags.num_agents}")
 
 
+def resolve(flags, observation_space, action_space, frames_per_step):
+    """Return the flags as this run uses them; refuse action spaces that are not Discrete."""
+    if not isinstance(action_space, gym.spaces.Discrete):
+        raise FlagError(
+            f"the action space is {action_space}, not Discrete: edit Net and compute_loss for it"
+        )
+    flags = argparse.Namespace(**vars(flags) | {"frames_per_step": frames_per_step})
+    devices.choose_precision(flags, may_be_image(observation_space), [devices.get_device(flags)])
+    return flags
+
+
 def train(flags):
     """Train until all steps are made or a signal comes; return the exit status."""
     check_flags(flags)
-    make_deterministic(flags)
-    seed_generators([flags.seed])
+    randomness.make_deterministic(flags)
+    randomness.seed_generators([flags.seed])
     sample = Environments(lambda: create_env(flags), 1, [flags.seed, 0], "the environment")
     with contextlib.closing(sample):
         try_out(sample)
-        flags.frames_per_step = sample.frame_skip
         spaces = sample.observation_space, sample.action_space
-    if not isinstance(spaces[1], gym.spaces.Discrete):
-        raise FlagError(
-            f"the action space is {spaces[1]}, not Discrete: edit Net and compute_loss for it"
-        )
+        flags = resolve(flags, *spaces, sample.frame_skip)
     # The optimizers that step are those of the agents.
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
     net, (rows, outputs, _) = create_net(Net, *spaces, **net_arguments(flags))
-    choose_precision(flags, net, [get_device(flags)])
     make_net = functools.partial(Net, spaces[0], sample.num_actions, **net_arguments(flags))
     population = Population(net, flags.num_agents)
     optimizer = create_optimizer(flags, population)
     learner = Learner(population, optimizer, lambda step: 1.0, Version())
-    learner.device = get_device(flags)  # of the agents; the population is on the CPU
+    learner.device = devices.get_device(flags)  # of the agents; the population is on the CPU
 
     with contextlib.ExitStack() as stack, Run(flags, learner, max_skipped=None) as run:
         in_peers, port, n = [[] for _ in population.agents], None, flags.num_agents
@@ -477,7 +481,7 @@ def train(flags):
         )  # fmt: skip
         stack.enter_context(contextlib.closing(agents))
         learner.hold = functools.partial(agents.hold_and_copy, population, optimizer, memory)
-        with Threads(run.stop, on_exit=[agents.finish]) as threads:
+        with run.threads(on_exit=[agents.finish]) as threads:
             threads.start(count_updates, learner, agents, consensus, run)
             run.watch(agents)
     return run.exit_status

@@ -22,6 +22,7 @@ Shapes: T unroll length, B batch size, N environments an actor, A actions. A rol
 rows; row 0 is the last row of the rollout before it. libtorchbeast/rows.py says what a row holds.
 """
 
+import argparse
 import contextlib
 import functools
 import math
@@ -33,30 +34,19 @@ from torch import nn
 
 import atari_wrappers
 import vtrace
+from beast.actors import rollout_buffers
 from beast.actors.actors import Actors
-from beast.actors.rollout_buffers import (
-    check_buffers,
-    create_buffers,
-    read_batches,
-    write_agent_state,
-    write_row,
-)
 from beast.actors.weights import SharedWeights
 from beast.envs.ale_vector import AtariEnvironments
 from beast.envs.environments import Environments, try_out
 from beast.flags import create_parser, parse_flags, run_program
-from beast.learners import nets
-from beast.learners.devices import autocast, choose_precision, get_device, to_float32
+from beast.learners import devices, learner_group, nets
 from beast.learners.learner import Learner
-from beast.learners.learner_group import ALONE, join_updates
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
-from beast.processes.fork_server import start_fork_server
-from beast.processes.machine import choose_actors, count_cores
-from beast.processes.threads import Threads
-from beast.runs import diagnostics, evaluate
+from beast.processes import fork_server, machine
+from beast.runs import diagnostics, evaluate, randomness
 from beast.runs.metrics import is_finite, to_floats
-from beast.runs.randomness import make_deterministic, seed_generators
 from beast.runs.run import Run
 
 # fmt: off
@@ -256,8 +246,8 @@ def compute_loss(flags, model, batch, initial_agent_state):
 
     The paper's learning rates (Espeholt et al. 2018, Table G.1) go with a sum, not with a mean.
     """
-    with autocast(flags, batch["reward"].device):
-        outputs, _ = to_float32(model(batch, initial_agent_state))
+    with devices.autocast(flags, batch["reward"].device):
+        outputs, _ = devices.to_float32(model(batch, initial_agent_state))
     bootstrap_value = outputs["baseline"][-1]  # [B]
 
     # From here on, index t is the transition from row t to row t + 1. What was recorded about it is
@@ -326,7 +316,7 @@ def create_optimizer(flags, model):
     return optimizer, lambda step: 1 - min(step, flags.total_steps) / flags.total_steps
 
 
-def learn(flags, model, batch, initial_agent_state, optimizer, group=ALONE):
+def learn(flags, model, batch, initial_agent_state, optimizer, group=learner_group.ALONE):
     """Take one step of the optimizer, unless a metric is not finite; return metrics as floats.
 
     In a group of learners it is one step with the sum of their gradients; a learner without a batch
@@ -358,7 +348,7 @@ def act(flags, actor, seed, free_buffers, buffers, weights):
       weights: SharedWeights.
     """
     N, T = flags.envs_per_actor, flags.unroll_length
-    seed_generators([*seed, 0])
+    randomness.seed_generators([*seed, 0])
     environments = create_environments(flags, N, [*seed, 1], f"actor {actor}")
     with contextlib.closing(environments):
         model = Net(
@@ -374,24 +364,24 @@ def act(flags, actor, seed, free_buffers, buffers, weights):
             wanted = int(buffers["policy_version"][indices[0]]) if flags.deterministic else None
             buffers["policy_version"][indices] = weights.load_into(model, wanted)
             buffers["actor"][indices] = actor
-            write_agent_state(buffers, indices, agent_state)
+            rollout_buffers.write_agent_state(buffers, indices, agent_state)
             # Within one autocast weights are cast once; in inference mode they would be each time.
-            with autocast(flags, torch.device("cpu")):
+            with devices.autocast(flags, torch.device("cpu")):
                 for t in range(T + 1):
                     free_buffers.beat()
                     if t > 0:  # row 0 is the last one of the rollout before
-                        outputs = to_float32(model(inputs, agent_state))
+                        outputs = devices.to_float32(model(inputs, agent_state))
                         # Copies, since parts of it may lie in the row, which step overwrites.
                         agent_output, agent_state = map_nest(torch.clone, outputs)
                         agent_output = {k: v.squeeze(0).numpy() for k, v in agent_output.items()}
                         environments.step(agent_output["action"])
-                    write_row(rows, indices, t, row | agent_output)
+                    rollout_buffers.write_row(rows, indices, t, row | agent_output)
 
 
 def batch_and_learn(flags, learner, actors, buffers, run):
     """Learn from batches until the actors are closed or all steps are made: a learner thread."""
     torch.set_num_threads(learner.num_threads)
-    for batch in read_batches(flags, actors, buffers, learner, run):
+    for batch in rollout_buffers.read_batches(flags, actors, buffers, learner, run):
         with learner.lock:
             if run.stop.is_set():
                 return
@@ -403,43 +393,53 @@ def batch_and_learn(flags, learner, actors, buffers, run):
             run.record(metrics, batch)
 
 
-def check_flags(flags):
-    """Refuse flags that contradict each other; fill in those that are open."""
-    choose_actors(flags, has_gpu=get_device(flags).type == "cuda")
-    check_buffers(flags)
+def resolve(flags, frames_per_step=1, rollout_bytes=0):
+    """Return the flags as this run uses them; refuse those that contradict each other.
+
+    Args:
+      frames_per_step: of the environment.
+      rollout_bytes: of one rollout; where /dev/shm is small, fewer actors are chosen.
+    """
+    flags = argparse.Namespace(**vars(flags) | {"frames_per_step": frames_per_step})
+    device = devices.get_device(flags)
+    machine.choose_actors(flags, has_gpu=device.type == "cuda")  # num_actors, envs_per_actor
+    rollout_buffers.choose_buffers(flags)  # num_buffers
+    machine.fit_actors(flags, rollout_bytes)  # fewer of all three
     # Actors compute on the CPU.
-    choose_precision(flags, Net, [get_device(flags), torch.device("cpu")])
+    knows_bf16 = getattr(Net, "knows_bf16", False)
+    devices.choose_precision(flags, knows_bf16, [device, torch.device("cpu")])
+    return flags
 
 
 def train(flags):
     """Train until all steps are made or a signal comes; return the exit status."""
-    check_flags(flags)
-    make_deterministic(flags)
-    seed_generators([flags.seed, flags.rank])
+    randomness.make_deterministic(flags)
+    randomness.seed_generators([flags.seed, flags.rank])
     torch.set_num_threads(1)  # until the number of actors is known
 
     sample = create_environments(flags, 1, [flags.seed, 0], "the environment")
     with contextlib.closing(sample):
         try_out(sample)
-        flags.frames_per_step = sample.frame_skip
         spaces = sample.observation_space, sample.action_space
         model, (rows, outputs, state) = nets.create_net(Net, *spaces, **net_arguments(flags))
+        rollout_bytes = rollout_buffers.count_bytes(flags, rows, outputs, state)
+        flags = resolve(flags, sample.frame_skip, rollout_bytes)
     weights = SharedWeights(model)
-    # Fewer actors, where /dev/shm is small.
-    buffers = create_buffers(flags, rows, outputs, state)
-    torch.set_num_threads(max(1, count_cores() - flags.num_actors))
-    optimizer, decay = create_optimizer(flags, model.to(get_device(flags)))
+    buffers = rollout_buffers.create_buffers(flags, rows, outputs, state)
+    torch.set_num_threads(max(1, machine.count_cores() - flags.num_actors))
+    optimizer, decay = create_optimizer(flags, model.to(devices.get_device(flags)))
     learner = Learner(model, optimizer, decay, weights)
 
     with Run(flags, learner) as run:
         buffers["policy_version"].fill_(weights.version)
-        actors = Actors(flags, start_fork_server(), act, (buffers, weights), run.first_step)
-        with Threads(run.stop, on_exit=[actors.close]) as threads:
+        context = fork_server.start_fork_server()
+        actors = Actors(flags, context, act, (buffers, weights), run.first_step)
+        with run.threads(on_exit=[actors.close]) as threads:
             threads.start(
                 batch_and_learn, flags, learner, actors, buffers, run,
                 copies=flags.num_learner_threads,
             )  # fmt: skip
-            threads.start(join_updates, flags, learner, run, learn)
+            threads.start(learner_group.join_updates, flags, learner, run, learn)
             run.watch(actors)
     return run.exit_status
 

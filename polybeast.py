@@ -23,6 +23,7 @@ Shapes: T unroll length, B batch size, N environments a stream, A actions. A rol
 rows; row 0 is the last row of the rollout before it. libtorchbeast/rows.py says what a row holds.
 """
 
+import argparse
 import copy
 import functools
 import math
@@ -37,17 +38,13 @@ import vtrace
 from beast.actors.weights import LocalWeights
 from beast.errors import FlagError
 from beast.flags import add_server_flags, create_parser, parse_flags, run_program
-from beast.learners import nets
-from beast.learners.devices import DeviceCopies, autocast, choose_precision, get_device, to_float32
+from beast.learners import devices, learner_group, nets
 from beast.learners.learner import Learner
-from beast.learners.learner_group import ALONE, join_updates
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
-from beast.processes.machine import choose_servers, count_cores
-from beast.processes.threads import Threads
-from beast.runs import diagnostics, evaluate
+from beast.processes import machine
+from beast.runs import diagnostics, evaluate, randomness
 from beast.runs.metrics import is_finite, to_floats
-from beast.runs.randomness import seed_generators
 from beast.runs.run import Run
 from beast.servers import servers
 from beast.servers.streams import Streams, read_batches
@@ -273,8 +270,8 @@ def compute_loss(flags, model, batch, initial_agent_state):
 
     The paper's learning rates (Espeholt et al. 2018, Table G.1) go with a sum, not with a mean.
     """
-    with autocast(flags, batch["reward"].device):
-        outputs, _ = to_float32(model(batch, initial_agent_state))
+    with devices.autocast(flags, batch["reward"].device):
+        outputs, _ = devices.to_float32(model(batch, initial_agent_state))
     bootstrap_value = outputs["baseline"][-1]  # [B]
 
     # From here on, index t is the transition from row t to row t + 1. What was recorded about it is
@@ -343,7 +340,7 @@ def create_optimizer(flags, model):
     return optimizer, lambda step: 1 - min(step, flags.total_steps) / flags.total_steps
 
 
-def learn(flags, model, batch, initial_agent_state, optimizer, group=ALONE):
+def learn(flags, model, batch, initial_agent_state, optimizer, group=learner_group.ALONE):
     """Take one step of the optimizer, unless a metric is not finite; return metrics as floats.
 
     In a group of learners it is one step with the sum of their gradients; a learner without a batch
@@ -372,15 +369,15 @@ def inference(flags, learner, device, streams, run):
     torch.set_num_threads(1)
     with learner.lock:
         model = copy.deepcopy(learner.model).to(device)
-    version, copies = None, DeviceCopies(device)
+    version, copies = None, devices.DeviceCopies(device)
     # Within one autocast weights are cast once; in inference mode they would be each time.
-    with torch.no_grad(), autocast(flags, device):
+    with torch.no_grad(), devices.autocast(flags, device):
         for batch in run.watchdog.follow(streams.batcher, "waits for rows", "answers them"):
             inputs, agent_state = copies.copy(batch.get_inputs())
             if version != learner.weights.version:
                 version = learner.weights.load_into(model)
                 torch.clear_autocast_cache()  # of the old weights
-            agent_output, agent_state = to_float32(model(inputs, agent_state))
+            agent_output, agent_state = devices.to_float32(model(inputs, agent_state))
             agent_output["policy_version"] = torch.full(inputs["reward"].shape, version)
             batch.set_outputs(map_nest(lambda x: x.cpu(), (agent_output, agent_state)))
             streams.count_batch(inputs["reward"].shape[1])
@@ -401,34 +398,38 @@ def batch_and_learn(flags, learner, streams, run):
             run.record(metrics, batch)
 
 
-def check_flags(flags):
-    """Refuse flags that contradict each other; fill in those that are open."""
-    choose_servers(flags, has_gpu=get_device(flags).type == "cuda")
+def resolve(flags):
+    """Return the flags as this run uses them; refuse those that contradict each other."""
+    flags = argparse.Namespace(**vars(flags))
+    device = devices.get_device(flags)
+    # num_servers, num_actors, envs_per_stream
+    machine.choose_servers(flags, has_gpu=device.type == "cuda")
     servers.check_servers(flags)
     if (flags.max_learner_queue_size or flags.batch_size) < flags.batch_size:
         raise FlagError(
             f"--max_learner_queue_size is {flags.max_learner_queue_size}, but a batch needs "
             f"--batch_size = {flags.batch_size} rollouts: give it at least that"
         )
-    choose_precision(flags, Net, [get_device(flags)])
+    devices.choose_precision(flags, getattr(Net, "knows_bf16", False), [device])
+    return flags
 
 
 def train(flags):
     """Train until all steps are made or a signal comes; return the exit status."""
-    check_flags(flags)
-    seed_generators([flags.seed, flags.rank])
+    flags = resolve(flags)
+    randomness.seed_generators([flags.seed, flags.rank])
     # On a CPU, all else waits for the learning of the deep net, so that gets all cores. With the
     # shallow net servers and inference need theirs (measured in benchmarks/README.md).
-    num_threads = count_cores()
+    num_threads = machine.count_cores()
     if flags.model == "shallow" and not flags.server_addresses:
         num_threads = max(1, num_threads - flags.num_servers)
     torch.set_num_threads(num_threads)
-    device = get_device(flags)
+    device = devices.get_device(flags)
     two_gpus = device.type == "cuda" and torch.cuda.device_count() > 1
     inference_device = torch.device("cuda:1") if two_gpus else device
 
     with servers.connect(flags, ENV_SCRIPT) as env_servers:
-        servers.adopt_env(flags, env_servers)
+        flags = servers.adopt_env(flags, env_servers)  # env, frames_per_step
         spaces = env_servers.observation_space, env_servers.action_space
         model, _ = nets.create_net(Net, *spaces, **net_arguments(flags))
         initial_state = model.initial_state(1)
@@ -437,7 +438,7 @@ def train(flags):
 
         with Run(flags, learner) as run:
             streams = Streams(flags, env_servers, initial_state, run.first_step, device)
-            with Threads(run.stop, on_exit=[streams.queue.close, streams.batcher.close]) as threads:
+            with run.threads(on_exit=[streams.queue.close, streams.batcher.close]) as threads:
                 threads.start(streams.run, name="actors")
                 threads.start(streams.log_events)
                 threads.start(streams.watch_servers, run.stop)
@@ -449,7 +450,7 @@ def train(flags):
                     batch_and_learn, flags, learner, streams, run,
                     copies=flags.num_learner_threads,
                 )  # fmt: skip
-                threads.start(join_updates, flags, learner, run, learn)
+                threads.start(learner_group.join_updates, flags, learner, run, learn)
                 run.watch(streams)
     return run.exit_status
 

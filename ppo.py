@@ -23,6 +23,7 @@ Shapes: T unroll length, N environments, A actions (or parts of one). A rollout 
 rows; row 0 is the last row of the rollout before it. libtorchbeast/rows.py says what a row holds.
 """
 
+import argparse
 import contextlib
 import functools
 
@@ -41,17 +42,15 @@ from beast.envs.environment_groups import EnvironmentGroups, check_groups
 from beast.envs.environments import Environments, try_out
 from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
-from beast.learners.devices import autocast, choose_precision, get_device, to_float32
+from beast.learners import devices
 from beast.learners.learner import Learner
-from beast.learners.nets import create_net, find_image, scale_image
+from beast.learners.nets import create_net, find_image, may_be_image, scale_image
 from beast.learners.normalizer import Normalizer, OneHot, RewardScaler, flatten
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
 from beast.processes.machine import count_cores
-from beast.processes.threads import Threads
-from beast.runs import diagnostics, evaluate
+from beast.runs import diagnostics, evaluate, randomness
 from beast.runs.metrics import mean_floats, to_floats
-from beast.runs.randomness import make_deterministic, seed_generators
 from beast.runs.run import Run
 from libtorchbeast.rows import draw_seeds
 
@@ -209,7 +208,6 @@ class Net(nn.Module):
         self.continuous = continuous
         self.image = find_image(observation_space)
         self.is_image = self.image is not None
-        self.knows_bf16 = self.is_image  # its last layers stay in float32
         if self.is_image:
             self.trunk, size = image_trunk(self.image)
             self.baseline_trunk = None  # trunk serves both
@@ -322,8 +320,8 @@ def compute_loss(flags, model, batch, initial_agent_state):
     Args:
       batch: of `compute_targets`, or a part of it.
     """
-    with autocast(flags, batch["vs"].device):
-        outputs, _ = to_float32(model(batch, initial_agent_state))
+    with devices.autocast(flags, batch["vs"].device):
+        outputs, _ = devices.to_float32(model(batch, initial_agent_state))
     mask, num_steps = batch["mask"], batch["mask"].sum().clamp(min=1)
     policy = distribution(outputs["policy_logits"], model.continuous)
     behavior_policy = distribution(batch["behavior_policy_logits"], model.continuous)
@@ -362,8 +360,8 @@ def compute_targets(flags, model, rows, last_agent_state):
     Index t is the transition from row t to row t + 1. What was recorded about it is in row t + 1.
     """
     inputs = {name: rows[name] for name in INPUTS}
-    with autocast(flags, rows["reward"].device):
-        outputs, _ = to_float32(model(map_nest(lambda x: x[-1:], inputs), last_agent_state))
+    with devices.autocast(flags, rows["reward"].device):
+        outputs, _ = devices.to_float32(model(map_nest(lambda x: x[-1:], inputs), last_agent_state))
     # Out of the last row of an episode there is no transition, only a reset.
     mask = ~(rows["truncated"] | rows["terminated"])[:-1]
     rewards, values = rows["reward"][1:], rows["baseline"][1:]
@@ -474,8 +472,12 @@ def play_and_learn(flags, learner, groups, sample_rows, run):
             run.record(metrics, batch)
 
 
-def check_flags(flags):
-    """Refuse flags that contradict each other; fill in those that are open."""
+def resolve(flags, observation_space, action_space, frames_per_step=1):
+    """Return the flags as this run uses them; refuse those that contradict each other."""
+    flags = argparse.Namespace(**vars(flags) | {"frames_per_step": frames_per_step})
+    if isinstance(action_space, gym.spaces.MultiDiscrete):
+        raise FlagError(f"the action space is {action_space}: edit Net and distribution for it")
+    flags.continuous = isinstance(action_space, gym.spaces.Box)
     num_minibatches = flags.num_minibatches
     for name, values in DEFAULTS.items():
         if getattr(flags, name) is None:
@@ -498,6 +500,8 @@ def check_flags(flags):
             f"--num_minibatches is {flags.num_minibatches}, but a rollout has {most} {what}: give "
             f"at most {most}"
         )
+    devices.choose_precision(flags, may_be_image(observation_space), [devices.get_device(flags)])
+    return flags
 
 
 def train(flags):
@@ -505,18 +509,13 @@ def train(flags):
     sample = Environments(lambda: create_env(flags), 1, [flags.seed, 0], "the environment")
     with contextlib.closing(sample):
         try_out(sample)
-        flags.frames_per_step = sample.frame_skip
         spaces = sample.observation_space, sample.action_space
-    if isinstance(spaces[1], gym.spaces.MultiDiscrete):
-        raise FlagError(f"the action space is {spaces[1]}: edit Net and distribution for it")
-    flags.continuous = isinstance(spaces[1], gym.spaces.Box)
-    check_flags(flags)
-    make_deterministic(flags)
-    seed_generators([flags.seed])
+        flags = resolve(flags, *spaces, sample.frame_skip)
+    randomness.make_deterministic(flags)
+    randomness.seed_generators([flags.seed])
     model, (rows, outputs, _) = create_net(Net, *spaces, **net_arguments(flags))
-    choose_precision(flags, model, [get_device(flags)])
     torch.set_num_threads(count_cores() if model.is_image else 1)  # small nets only wait for more
-    optimizer, decay = create_optimizer(flags, model.to(get_device(flags)))
+    optimizer, decay = create_optimizer(flags, model.to(devices.get_device(flags)))
     learner = Learner(model, optimizer, decay, Version())
 
     with contextlib.ExitStack() as stack, Run(flags, learner) as run:
@@ -526,7 +525,7 @@ def train(flags):
             functools.partial(create_env, flags), seeds, flags.num_groups,
             flags.num_env_processes, flags.stall_timeout_s,
         )))  # fmt: skip
-        with Threads(run.stop, on_exit=[environments.wake]) as threads:
+        with run.threads(on_exit=[environments.wake]) as threads:
             threads.start(play_and_learn, flags, learner, environments.groups, rows | outputs, run)
             run.watch(environments)
     return run.exit_status

@@ -48,7 +48,7 @@ def measure(arguments):
     keep_freed_memory()  # as the programs do
     ranks = torchrun.join_group(flags)
     torch.set_num_threads(options.threads)
-    choose_precision(flags, polybeast.Net, [torch.device("cpu")])
+    choose_precision(flags, polybeast.Net.knows_bf16, [torch.device("cpu")])
     space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
     net = polybeast.Net(space, NUM_ACTIONS, False, options.net)
     optimizer, decay = polybeast.create_optimizer(flags, net)

@@ -275,7 +275,7 @@ def measure_peer(name, python, flags, seconds):
 
 
 def describe_monobeast(flags):
-    monobeast.check_flags(flags)  # which fills in what is open
+    flags = monobeast.resolve(flags)
     steps, envs = flags.batch_size * flags.unroll_length, flags.num_actors * flags.envs_per_actor
     threads = max(1, count_cores() - flags.num_actors)
     processes = f"{flags.num_actors} that step and infer, main learns with {threads} thread(s)"

@@ -272,7 +272,7 @@ def main():
     for program_name in PROGRAMS if options.program == "both" else [options.program]:
         program = PROGRAMS[program_name]
         flags = parse_flags(program.parser, arguments)
-        program.check_flags(flags)
+        flags = program.resolve(flags)
         what = f"{program_name}, {flags.env}, {flags.precision}, {get_device(flags)}"
         print(f"\n- {what}, median of {options.repeats} rounds", flush=True)
         rates, logs = {name: [] for name in [*PARTS, "whole program"]}, []

@@ -91,7 +91,7 @@ def test_the_staleness_benchmark_acts_with_the_lag_asked_for(tmp_path):
 def test_what_does_not_go_with_it_is_refused(arguments, message):
     flags = monobeast.parser.parse_args(["--deterministic", *arguments.split()])
     with pytest.raises(FlagError, match=message):
-        monobeast.check_flags(flags)
+        monobeast.resolve(flags)
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_flags_come_from_the_checkpoint_unless_given(tmp_path):
 def test_what_was_chosen_for_the_machine_is_chosen_anew_and_what_was_given_is_not(tmp_path):
     arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
     flags = parse_flags(monobeast.parser, [*arguments, "--envs_per_actor", "8"])
-    monobeast.check_flags(flags)
+    flags = monobeast.resolve(flags)
     assert set(flags.chosen) == {"num_actors", "num_buffers", "precision"}
     flags.num_actors, flags.envs_per_actor, flags.precision = 7, 3, "bf16"
     save(flags)
@@ -219,7 +219,7 @@ def test_what_was_chosen_for_the_machine_is_chosen_anew_and_what_was_given_is_no
 def test_given_buffers_are_kept_on_resume_but_not_those_of_checkpoints_that_do_not_say(tmp_path):
     arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
     flags = parse_flags(monobeast.parser, [*arguments, "--num_buffers", "100"])
-    monobeast.check_flags(flags)
+    flags = monobeast.resolve(flags)
     assert flags.num_buffers == 100 and "num_buffers" not in flags.chosen
     save(flags)
     assert parse_flags(monobeast.parser, arguments).num_buffers == 100
@@ -231,12 +231,12 @@ def test_given_buffers_are_kept_on_resume_but_not_those_of_checkpoints_that_do_n
 def test_polybeasts_numbers_are_chosen_anew_too_and_kept_where_they_were_given(tmp_path):
     arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
     flags = parse_flags(polybeast.parser, [*arguments, "--num_servers", "3"])
-    polybeast.check_flags(flags)
+    flags = polybeast.resolve(flags)
     assert set(flags.chosen) == {"num_actors", "envs_per_stream", "precision"}
     save(flags)
     resumed = parse_flags(polybeast.parser, arguments)
     assert (resumed.num_servers, resumed.num_actors, resumed.envs_per_stream) == (3, None, None)
-    polybeast.check_flags(resumed)
+    resumed = polybeast.resolve(resumed)
     save(resumed)  # and once more: what was kept stays so
     assert parse_flags(polybeast.parser, arguments).num_servers == 3
 

@@ -285,8 +285,7 @@ def test_the_loss_is_that_of_ppo_as_a2c():
     expected = [p.grad.clone() for p in model.parameters()]
     arguments = "--gae_lambda 1 --advantage_scaling none --num_epochs 1 --num_minibatches 1"
     flags = ppo.parser.parse_args(["--disable_cuda", *arguments.split()])
-    flags.continuous = False
-    ppo.check_flags(flags)
+    flags = ppo.resolve(flags, gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(3))
     flags.precision, flags.fp32_devices = "fp32", []
     model.zero_grad()
     ppo.compute_loss(flags, model, ppo.compute_targets(flags, model, rows, ()), ())[0].backward()
@@ -402,8 +401,6 @@ def test_bad_updates_end_no_run_and_are_saved_beside_good_ones(tmp_path, is_save
             "--exchange allreduce --topology complete",
             "is complete, .* not for --exchange allreduce",
         ),
-        ("--write_profiler_trace", "--write_profiler_trace does not work"),
-        ("--env_backend ale_vector", "--env_backend ale_vector is for mono"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(arguments, message):

@@ -7,7 +7,7 @@ from beast.errors import FlagError
 from beast.learners.devices import DeviceCopies
 from beast.learners.learner import Batch
 from beast.nest import map_nest
-from beast.processes.machine import check_shared_memory, fit_actors
+from beast.processes.machine import check_shared_memory
 
 
 def _check_deterministic(flags, num_buffers):
@@ -23,7 +23,7 @@ def _check_deterministic(flags, num_buffers):
             )
 
 
-def check_buffers(flags):
+def choose_buffers(flags):
     """Refuse fewer buffers than can be in use at once; fill in num_buffers.
 
     At the least number actors and learner wait for each other, so by default there is room for one
@@ -43,10 +43,28 @@ def check_buffers(flags):
         )
 
 
+def _describe_rollout(flags, row, agent_output, agent_state):
+    """Return one rollout on the device "meta", which has no memory."""
+    T = flags.unroll_length
+    return {
+        "rows": map_nest(lambda x: x.to("meta").new_empty(T + 1, *x.shape[2:]), row | agent_output),
+        "initial_agent_state": map_nest(
+            lambda s: s.to("meta").new_empty(s.shape[0], 1, *s.shape[2:]), agent_state
+        ),
+        "policy_version": torch.empty((), dtype=torch.int64, device="meta"),
+        "actor": torch.empty((), dtype=torch.int64, device="meta"),  # which has filled it
+    }
+
+
+def count_bytes(*sample):
+    """Return the bytes of one rollout; the arguments are those of create_buffers."""
+    sizes = []
+    map_nest(lambda x: sizes.append(x.numel() * x.element_size()), _describe_rollout(*sample))
+    return sum(sizes)
+
+
 def create_buffers(flags, row, agent_output, agent_state):
     """Return the rollout buffers in shared memory: one tensor a key, [num_buffers, T + 1, ...].
-
-    There are fewer actors then, where their number was left open and /dev/shm is small.
 
     Args:
       row, agent_output: dicts of tensors [T, B, ...] (or nests of them), agent_state: nest of
@@ -55,25 +73,17 @@ def create_buffers(flags, row, agent_output, agent_state):
     Raises:
       FlagError: /dev/shm has no room for them.
     """
-    T = flags.unroll_length
-    rollout = {  # one, on the device "meta", which has no memory
-        "rows": map_nest(lambda x: x.to("meta").new_empty(T + 1, *x.shape[2:]), row | agent_output),
-        "initial_agent_state": map_nest(
-            lambda s: s.to("meta").new_empty(s.shape[0], 1, *s.shape[2:]), agent_state
-        ),
-        "policy_version": torch.empty((), dtype=torch.int64, device="meta"),
-        "actor": torch.empty((), dtype=torch.int64, device="meta"),  # which has filled it
-    }
-    sizes = []
-    map_nest(lambda x: sizes.append(x.numel() * x.element_size()), rollout)
-    fit_actors(flags, sum(sizes))
+    sample = flags, row, agent_output, agent_state
     M = flags.num_buffers
     advice = (
         f", or lower --num_buffers ({M}), --num_actors ({flags.num_actors}) or --envs_per_actor "
         f"({flags.envs_per_actor})"
     )
-    check_shared_memory(M * sum(sizes), "the rollout buffers", advice)
-    return map_nest(lambda x: torch.zeros(M, *x.shape, dtype=x.dtype).share_memory_(), rollout)
+    check_shared_memory(M * count_bytes(*sample), "the rollout buffers", advice)
+    return map_nest(
+        lambda x: torch.zeros(M, *x.shape, dtype=x.dtype).share_memory_(),
+        _describe_rollout(*sample),
+    )
 
 
 def write_agent_state(buffers, indices, agent_state):

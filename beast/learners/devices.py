@@ -63,13 +63,13 @@ def time_of_product(dtype):
     return min(times)
 
 
-def choose_precision(flags, net, devices):
+def choose_precision(flags, knows_bf16, devices):
     """Set flags.precision, where it is open: to bf16 if the net and a device are good at it.
 
     The other devices compute in fp32 then; flags.fp32_devices has their types.
 
     Args:
-      net: a net, or its class.
+      knows_bf16: whether the net is good at it: its last layers stay in float32.
       devices: of the learner and of the actors or inference.
     """
     slow = {device.type for device in devices if not has_bf16(device)}
@@ -77,7 +77,7 @@ def choose_precision(flags, net, devices):
     if flags.precision is None:
         flags.chosen = [*flags.chosen, "precision"]
         some_fast = len(slow) < len({device.type for device in devices})
-        flags.precision = "bf16" if some_fast and getattr(net, "knows_bf16", False) else "fp32"
+        flags.precision = "bf16" if some_fast and knows_bf16 else "fp32"
         flags.fp32_devices = sorted(slow) if flags.precision == "bf16" else []
     elif flags.precision == "bf16" and slow:
         logging.warning(

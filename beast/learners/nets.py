@@ -148,6 +148,13 @@ class Image(NamedTuple):
     scale: float  # the largest absolute value of a pixel
 
 
+def may_be_image(space):
+    """Return whether a space is a Box of integers or bools of three dimensions."""
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 3:
+        return False
+    return space.dtype.kind in "biu" and 0 not in space.shape
+
+
 def find_image(space, channels_last=None):
     """Return the Image that observations of a space are; None where they are none.
 
@@ -161,9 +168,7 @@ def find_image(space, channels_last=None):
     Raises:
       ValueError: the space does not show where the channels are, or how large pixels can be.
     """
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 3:
-        return None
-    if space.dtype.kind not in "biu" or 0 in space.shape:
+    if not may_be_image(space):
         return None
     first, middle, last = space.shape
     end, other = sorted((first, last))

@@ -18,6 +18,7 @@ from collections import deque
 from beast.errors import EnvError, FlagError
 from beast.parser import Parser
 from beast.processes.lifetime import StopSignals
+from beast.processes.threads import Threads
 from beast.processes.watchdog import Watchdog, print_stacks_on_signal
 from beast.runs import checkpoint, diagnostics, metrics
 from beast.runs.profiling import CPUEnergy, Stopwatch, UpdateProfiler, WaitFractions
@@ -171,6 +172,10 @@ class Run:
         self._folder.close("")
         self._folder = folder
         logging.info("This learner writes logs and checkpoints from here on")
+
+    def threads(self, on_exit):
+        """Return Threads that end, as does the run, when one of them fails; see Threads."""
+        return Threads(self.stop, on_exit)
 
     def follow(self, batches):
         """Yield from `batches`, and count how long all learner threads wait for them."""

@@ -4,6 +4,7 @@
 The processes that serve are in server_processes.py. PolyBeast's only. No torch here.
 """
 
+import argparse
 import contextlib
 import json
 import logging
@@ -86,7 +87,11 @@ class Servers:
 
 
 def adopt_env(flags, servers):
-    """Take over the game and the frame skip of servers; refuse another game than the one given."""
+    """Return the flags with the game and the frame skip of servers.
+
+    Raises:
+      FlagError: they play another game than the one given.
+    """
     if servers.env is not None and flags.env not in (None, servers.env):
         raise FlagError(
             f"--env (given, or of the checkpoint) is {flags.env}, but the environment servers play "
@@ -99,8 +104,8 @@ def adopt_env(flags, servers):
         )
     if flags.env is None and servers.env is not None:
         logging.info("The environment servers play %s", servers.env)
-    flags.env = flags.env or servers.env
-    flags.frames_per_step = servers.frame_skip
+    found = {"env": flags.env or servers.env, "frames_per_step": servers.frame_skip}
+    return argparse.Namespace(**vars(flags) | found)
 
 
 def check_servers(flags):

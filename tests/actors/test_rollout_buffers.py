@@ -30,8 +30,7 @@ def make_flags(**overrides):
     flags = vars(monobeast.parser.parse_args([])) | {"env": "Catch", "seed": 7}
     flags |= {"num_actors": 1, "envs_per_actor": N, "batch_size": 2, "unroll_length": T}
     flags = argparse.Namespace(**flags | overrides)
-    monobeast.check_flags(flags)
-    return flags
+    return monobeast.resolve(flags)
 
 
 class FreeBuffers:

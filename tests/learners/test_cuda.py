@@ -15,6 +15,7 @@ import pytest
 import torch
 from batches import SPACE, A, make_batch
 from deadline import Thread
+from gymnasium.spaces import Discrete
 from program import HELPERS, ROOT, last_step, load, run
 
 import gala
@@ -37,8 +38,7 @@ pytestmark = [
 
 
 def ppo_loss(flags, net, batch, agent_state):
-    flags.continuous = False
-    ppo.check_flags(flags)
+    flags = ppo.resolve(flags, SPACE, Discrete(A))
     batch = batch | {"baseline": torch.zeros_like(batch["reward"])}
     return ppo.compute_loss(flags, net, ppo.compute_targets(flags, net, batch, ()), ())
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The number format in which nets compute, and the generators of random numbers."""
 
-import argparse
 import random
 
 import numpy as np
@@ -68,11 +67,10 @@ def test_weights_stay_float32_in_bf16():
 def test_each_device_computes_in_what_it_and_the_net_are_good_at_unless_given(
     monkeypatch, caplog, wanted, knows_bf16, names, in_bf16
 ):
-    net_class = argparse.Namespace(**{"knows_bf16": True} if knows_bf16 else {})
     monkeypatch.setattr(devices, "has_bf16", lambda device: device.type.upper() in names)
     flags = monobeast.parser.parse_args(["--precision", wanted] if wanted else [])
     all_devices = [torch.device(name) for name in names.lower().split()]
-    devices.choose_precision(flags, net_class, all_devices)
+    devices.choose_precision(flags, knows_bf16, all_devices)
     enabled = [device.type for device in all_devices if computes_in_bf16(flags, device)]
     assert enabled == in_bf16.lower().split()
     assert flags.precision == ("bf16" if in_bf16 else "fp32")

@@ -152,7 +152,8 @@ def test_no_thread_learns_after_the_last_step(monkeypatch, program):
         run.stop.set()  # that was the last step
 
     run.record = record
-    monkeypatch.setattr(program, "read_batches", lambda *_: [batch, batch])
+    module = program.rollout_buffers if program is monobeast else program
+    monkeypatch.setattr(module, "read_batches", lambda *_: [batch, batch])
     monkeypatch.setattr(program, "learn", lambda *_: {"steps": 1000.0})
     system = (None, None) if program is monobeast else (argparse.Namespace(queue=None),)
     version = learner.weights.version

@@ -13,7 +13,7 @@ from program import ROOT, run
 import atari_wrappers
 import monobeast
 import polybeast
-from beast.actors.rollout_buffers import check_buffers
+from beast.actors.rollout_buffers import choose_buffers
 from beast.errors import FlagError
 from beast.flags import parse_flags
 from beast.processes import machine
@@ -217,7 +217,7 @@ def test_actors_whose_rollouts_dev_shm_cannot_hold_are_not_started(
     fake(16)
     flags = monobeast.parser.parse_args(arguments.split())
     machine.choose_actors(flags, has_gpu=False)
-    check_buffers(flags)
+    choose_buffers(flags)
     usage = shutil.disk_usage("/")._replace(free=45 * 100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     machine.fit_actors(flags, rollout_bytes=100)
@@ -237,9 +237,7 @@ def test_the_learner_gets_the_cores_of_actors_that_dev_shm_has_no_room_for(
 
     create_env = functools.partial(atari_wrappers.create_atari, render_mode=None)
     monkeypatch.setattr(monobeast, "create_env", create_env)  # other tests have set another one
-    monkeypatch.setattr(
-        monobeast, "create_buffers", lambda flags, *_: setattr(flags, "num_actors", 3)
-    )
+    monkeypatch.setattr(machine, "fit_actors", lambda flags, *_: setattr(flags, "num_actors", 3))
     monkeypatch.setattr(monobeast, "Learner", create_learner)
     flags = parse_flags(monobeast.parser, ["--savedir", str(tmp_path), "--disable_cuda"])
     before = torch.get_num_threads()

@@ -152,7 +152,7 @@ def test_the_game_is_that_of_the_servers_or_refused(given, served, caplog):
         with pytest.raises(FlagError, match="is Breakout, but .* play Catch: start servers"):
             servers.adopt_env(flags, found)
         return
-    servers.adopt_env(flags, found)
+    flags = servers.adopt_env(flags, found)
     assert flags.env == given or served and flags.frames_per_step == 3
     logged = ["The environment servers play Catch"] if served and not given else []
     assert caplog.messages == logged
@@ -200,7 +200,7 @@ def test_servers_none_of_which_can_be_used_end_the_run_with_the_reason(tmp_path,
 )
 def test_flags_that_cannot_be_are_refused_before_anything_starts(arguments, message):
     with pytest.raises(FlagError, match=message):
-        polybeast.check_flags(parse(*arguments.split()))
+        polybeast.resolve(parse(*arguments.split()))
 
 
 def test_a_game_that_a_module_makes_is_taken_over_only_where_it_was_given():
