@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "nest.h"
+#include "python_nest.h"
 
 namespace py = pybind11;
 using torchbeast::Nest;
@@ -16,51 +17,23 @@ namespace {
 
 using PyNest = Nest<py::object>;
 
-constexpr int kMaxDepth = 100;
-
-PyNest to_nest(py::handle object, int depth = 1) {
-  if (depth > kMaxDepth) {
-    throw py::value_error("a nest is more than " + std::to_string(kMaxDepth) +
-                          " levels deep; does it hold itself?");
-  }
-  if (py::isinstance<py::tuple>(object) || py::isinstance<py::list>(object)) {
-    PyNest::Tuple tuple;
-    for (py::handle item : object) tuple.push_back(to_nest(item, depth + 1));
-    return tuple;
-  }
-  if (py::isinstance<py::dict>(object)) {
-    PyNest::Dict dict;
-    for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(object)) {
-      if (!py::isinstance<py::str>(key)) {
-        throw py::type_error("the keys of a nest must be strings");
-      }
-      dict.emplace(py::cast<std::string>(key), to_nest(value, depth + 1));
-    }
-    return dict;
-  }
-  return py::reinterpret_borrow<py::object>(object);
+PyNest to_nest(const py::object& object) {
+  return torchbeast::nest_from_python<py::object>(
+      object, [](py::handle leaf) { return py::reinterpret_borrow<py::object>(leaf); });
 }
 
 py::object from_nest(const PyNest& nest) {
-  if (nest.is_leaf()) return nest.leaf();
-  if (nest.is_tuple()) {
-    py::tuple tuple(nest.tuple().size());
-    for (size_t i = 0; i < nest.tuple().size(); ++i) tuple[i] = from_nest(nest.tuple()[i]);
-    return tuple;
-  }
-  py::dict dict;
-  for (const auto& [key, value] : nest.dict()) dict[py::str(key)] = from_nest(value);
-  return dict;
+  return torchbeast::nest_to_python(nest, [](const py::object& leaf) { return leaf; });
 }
 
 py::object map(const py::function& f, const py::object& n) {
   return from_nest(to_nest(n).map([&](const py::object& leaf) { return f(leaf); }));
 }
 
-// Apply `combine`, which takes the list of leaves that stand at one place, at each place.
+// A nest like the given ones; each leaf is `combine(list of their leaves at that place)`.
 template <class Combine>
 py::object map_together(const std::vector<py::object>& objects, Combine&& combine) {
-  if (objects.empty()) throw py::value_error("there is no nest to map");
+  if (objects.empty()) throw py::value_error("map_many needs at least one nest");
   std::vector<PyNest> nests;
   std::vector<std::vector<py::object>> leaves;
   for (const py::object& object : objects) {
@@ -85,9 +58,8 @@ py::object map_together(const std::vector<py::object>& objects, Combine&& combin
 PYBIND11_MODULE(nest, m) {
   m.doc() =
       "Functions on nests: tuples, lists and dicts (with strings as keys) of leaves, which may be "
-      "anything else. Lists come back as tuples, dicts as new dicts. Dicts are walked in the order "
-      "of their keys.";
-  m.def("map", &map, py::arg("f"), py::arg("n"), "A nest like n, of f(leaf).");
+      "anything else. Lists come back as tuples, dicts as new dicts, in the order of their keys.";
+  m.def("map", &map, py::arg("f"), py::arg("n"), "A nest like n with f(leaf) for each leaf.");
   m.def(
       "map_many",
       [](const py::function& f, const py::args& n) {
@@ -95,14 +67,16 @@ PYBIND11_MODULE(nest, m) {
         for (py::handle object : n) objects.push_back(py::reinterpret_borrow<py::object>(object));
         return map_together(objects, [&](const py::list& leaves) { return f(leaves); });
       },
-      py::arg("f"), "A nest like the ones given, of f([leaf of the first, of the second, ...]).");
+      py::arg("f"),
+      "A nest like the given ones with f([leaf of the first nest, leaf of the second, ...]).");
   m.def(
       "map_many2",
       [](const py::function& f, const py::object& n1, const py::object& n2) {
         return map_together({n1, n2},
                             [&](const py::list& leaves) { return f(*py::tuple(leaves)); });
       },
-      py::arg("f"), py::arg("n1"), py::arg("n2"), "A nest like n1 and n2, of f(leaf1, leaf2).");
+      py::arg("f"), py::arg("n1"), py::arg("n2"),
+      "A nest like n1 and n2 with f(leaf of n1, leaf of n2).");
   m.def(
       "flatten", [](const py::object& n) { return to_nest(n).flatten(); }, py::arg("n"),
       "The leaves as a list.");
@@ -111,7 +85,7 @@ PYBIND11_MODULE(nest, m) {
       [](const py::object& n, std::vector<py::object> flat) {
         return from_nest(to_nest(n).pack(std::move(flat)));
       },
-      py::arg("n"), py::arg("flat"), "A nest like n, of the leaves in the list flat.");
+      py::arg("n"), py::arg("flat"), "A nest like n with the leaves in the list flat.");
   m.def(
       "front", [](const py::object& n) { return to_nest(n).front(); }, py::arg("n"),
       "The first leaf.");

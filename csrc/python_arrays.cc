@@ -11,14 +11,13 @@
 #include <vector>
 
 #include "dlpack.h"
+#include "python_nest.h"
 
 namespace py = pybind11;
 
 namespace torchbeast {
 
 namespace {
-
-constexpr int kMaxDepth = 100;
 
 struct Dtypes {
   DType dtype;
@@ -156,43 +155,28 @@ py::object export_array(const Array& array) {
   return torch().from_dlpack(capsule);
 }
 
-Nest<Array> from_python(py::handle nest, int depth) {
-  if (depth > kMaxDepth) {
-    throw py::value_error("a nest is more than " + std::to_string(kMaxDepth) +
-                          " levels deep; does it hold itself?");
-  }
-  if (py::isinstance<py::tuple>(nest) || py::isinstance<py::list>(nest)) {
-    Nest<Array>::Tuple tuple;
-    for (py::handle item : nest) tuple.push_back(from_python(item, depth + 1));
-    return tuple;
-  }
-  if (py::isinstance<py::dict>(nest)) {
-    Nest<Array>::Dict dict;
-    for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(nest)) {
-      if (!py::isinstance<py::str>(key)) {
-        throw py::type_error("the keys of a nest must be strings");
-      }
-      dict.emplace(py::cast<std::string>(key), from_python(value, depth + 1));
-    }
-    return dict;
-  }
-  return import_dlpack(nest);
+// Memory that GPUs copy from by themselves; torch allocates it.
+MemoryPool::Block allocate_pinned(size_t num_bytes) {
+  py::gil_scoped_acquire gil;
+  const py::module_ torch = py::module_::import("torch");
+  auto* tensor = new py::object(torch.attr("empty")(
+      num_bytes, py::arg("dtype") = torch.attr("uint8"), py::arg("pin_memory") = true));
+  auto* pointer = reinterpret_cast<std::byte*>(tensor->attr("data_ptr")().cast<uintptr_t>());
+  return MemoryPool::Block(pointer, [tensor](std::byte*) {
+    py::gil_scoped_acquire gil;
+    delete tensor;
+  });
 }
 
 }  // namespace
 
-Nest<Array> from_python(py::handle nest) { return from_python(nest, 1); }
+Nest<Array> from_python(py::handle nest) { return nest_from_python<Array>(nest, import_dlpack); }
 
-py::object to_python(const Nest<Array>& nest) {
-  if (nest.is_leaf()) return export_array(nest.leaf());
-  if (nest.is_tuple()) {
-    py::tuple tuple(nest.tuple().size());
-    for (size_t i = 0; i < nest.tuple().size(); ++i) tuple[i] = to_python(nest.tuple()[i]);
-    return tuple;
-  }
-  py::dict dict;
-  for (const auto& [key, value] : nest.dict()) dict[py::str(key)] = to_python(value);
-  return dict;
+py::object to_python(const Nest<Array>& nest) { return nest_to_python(nest, export_array); }
+
+std::shared_ptr<MemoryPool> make_pinned_pool() {
+  allocate_pinned(1);
+  return std::make_shared<MemoryPool>(allocate_pinned);
 }
 
 }  // namespace torchbeast

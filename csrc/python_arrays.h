@@ -4,6 +4,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
+
 #include "array.h"
 #include "nest.h"
 
@@ -16,5 +18,8 @@ Nest<Array> from_python(pybind11::handle nest);
 
 // Torch tensors that share the memory of the arrays.
 pybind11::object to_python(const Nest<Array>& nest);
+
+// A pool of pinned memory, which GPUs copy from faster. Raises RuntimeError without a GPU.
+std::shared_ptr<MemoryPool> make_pinned_pool();
 
 }  // namespace torchbeast
