@@ -21,12 +21,13 @@ using Seconds = std::chrono::duration<double>;
 constexpr size_t kAgentDim = 1;  // batch dimension of agent states and outputs
 constexpr size_t kMaxEvents = 1000;
 constexpr auto kWatchInterval = std::chrono::milliseconds(250);
-constexpr auto kMaxGap = std::chrono::seconds(10);  // of two looks: then this process was stopped
-constexpr Seconds kFirstPause{0.1};
-constexpr int64_t kEnoughRollouts = 10;  // after which a stream is said to work
+constexpr auto kMaxGap = std::chrono::seconds(10);  // longer between two checks: we were stopped
+constexpr Seconds kFirstPause{0.1};                 // before reconnecting; doubles each time
 constexpr Seconds kLongestPause{30};
+constexpr int64_t kEnoughRollouts = 10;  // after these the pause is short again
 
-// The action among an agent's outputs: under its key in a dict, else the first of a tuple.
+// The action among an agent's outputs: a bare array, the first item of a tuple, or a dict's
+// "action".
 const Nest<Array>& action_of(const Nest<Array>& agent_outputs) {
   if (agent_outputs.is_leaf()) return agent_outputs;
   if (agent_outputs.is_tuple()) {
@@ -44,26 +45,6 @@ void require(bool holds, const std::string& message) {
 
 }  // namespace
 
-// Counts a stream's wait for as long as it lives.
-class ActorPool::Timer {
- public:
-  Timer(ActorPool* pool, size_t index, Wait wait) : pool_(pool), index_(index) {
-    Lock lock(pool_->mutex_);
-    pool_->actors_[index_].wait = wait;
-    pool_->actors_[index_].wait_began = Clock::now();
-  }
-  ~Timer() {
-    Lock lock(pool_->mutex_);
-    Actor& actor = pool_->actors_[index_];
-    pool_->waits_[*actor.wait] += Clock::now() - actor.wait_began;
-    actor.wait.reset();
-  }
-
- private:
-  ActorPool* const pool_;
-  const size_t index_;
-};
-
 ActorPool::ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
                      std::shared_ptr<DynamicBatcher> inference_batcher,
                      std::vector<std::string> addresses, const Nest<Array>& initial_agent_state,
@@ -77,6 +58,7 @@ ActorPool::ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learn
       agreement_({options_.spaces,
                   options_.expected_num_envs ? options_.expected_num_envs : options_.num_envs,
                   options_.env}),
+      wait_times_(addresses_.size()),
       actors_(addresses_.size()) {
   const int64_t num_envs = options_.num_envs.value_or(1);
   require(unroll_length_ >= 1,
@@ -106,11 +88,11 @@ void ActorPool::run() {
     Lock lock(mutex_);
     num_running_ -= addresses_.size() - threads.size();
   }
-  auto last_look = Clock::now();
+  auto last_check = Clock::now();
   while (!wait_for_end(Clock::now() + kWatchInterval)) {
     if (learner_queue_->is_closed() || inference_batcher_->is_closed()) stop();
-    const auto gap = Clock::now() - last_look;
-    last_look += gap;
+    const auto gap = Clock::now() - last_check;
+    last_check += gap;
     for (const auto& stream : streams()) {
       if (gap > kMaxGap) {
         stream->extend(gap);
@@ -136,27 +118,22 @@ bool ActorPool::wait_for_end(Clock::time_point deadline) {
 // One actor's thread.
 void ActorPool::act(size_t index) {
   std::minstd_rand random(std::random_device{}());
-  std::uniform_real_distribution<double> jitter(0.5, 1.5);  // so that not all come back at once
+  std::uniform_real_distribution<double> jitter(0.5, 1.5);  // spreads the streams' attempts
   Seconds pause = kFirstPause;
-  const auto lost = [&](const ServerError& error) {
-    if (stopped_) return;
-    if (!options_.reconnect) return fail(std::current_exception());
-    const Seconds duration = pause * jitter(random);
-    pause = std::min(2 * pause, kLongestPause);
-    report("stream " + std::to_string(index) + ": " + error.what() + "; trying again in " +
-           seconds_text(duration));
-    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(duration);
-    Lock lock(mutex_);
-    while (!stopped_ && Clock::now() < deadline) changed_.wait_until(lock, deadline);
-  };
   while (!stopped_) {
     try {
       run_stream(index, &pause);
     } catch (const ClosedError&) {
-      stop();  // the streams that wait for their servers, too
+      stop();  // ends the streams that wait for their servers, too
     } catch (const ServerError& error) {
       disconnect(index);
-      lost(error);
+      if (stopped_) break;
+      if (options_.reconnect) {
+        wait_to_reconnect(index, error, pause * jitter(random));
+        pause = std::min(2 * pause, kLongestPause);
+      } else {
+        fail(std::current_exception());
+      }
     } catch (...) {
       fail(std::current_exception());
     }
@@ -169,107 +146,113 @@ void ActorPool::act(size_t index) {
   changed_.notify_all();
 }
 
-// Connect, and make rollouts until something throws.
+void ActorPool::wait_to_reconnect(size_t index, const ServerError& error, Seconds duration) {
+  report("stream " + std::to_string(index) + ": " + error.what() + "; trying again in " +
+         seconds_text(duration));
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(duration);
+  Lock lock(mutex_);
+  while (!stopped_ && Clock::now() < deadline) changed_.wait_until(lock, deadline);
+}
+
+// Connect, and make rollouts until something throws. Resets *pause once the stream works.
 void ActorPool::run_stream(size_t index, Seconds* pause) {
-  const std::string& address = addresses_[index];
-  StreamOptions options{options_.num_envs, "", options_.newest_frame_only, options_.dict_outputs};
-  if (!options_.seeds.empty()) {
-    // A stream that has reconnected must not play the same games again.
-    Lock lock(mutex_);
-    options.seed = options_.seeds[index] + "," + std::to_string(actors_[index].num_connections);
-  }
-  const auto stream = std::make_shared<EnvStream>(address, options, options_.credentials);
-  const rpcenv::Step* step = nullptr;
-  open(index, stream, &step);
+  const std::shared_ptr<EnvStream> stream = create_stream(index);
+  const rpcenv::Step& first = open(index, *stream);
   try {
     std::optional<int32_t> actor;
     if (options_.dict_outputs) actor = static_cast<int32_t>(index);
-    Rollout rollout = [&] {
-      try {
-        return Rollout(unroll_length_, options_.dict_outputs, *step, pool_, actor, options_.ranges);
-      } catch (const std::bad_alloc&) {
-        throw WireError("rows of which a rollout does not fit into memory");
-      }
-    }();
-    agreement_.check_row(address, rollout.env_outputs(0));
+    Rollout rollout(unroll_length_, options_.dict_outputs, first, pool_, actor, options_.ranges);
+    agreement_.check_row(addresses_[index], rollout.env_outputs(0));
     const int64_t num_envs = rollout.num_envs();
     Nest<Array> state = repeat_columns(initial_agent_state_, num_envs, kAgentDim, *pool_);
-    int64_t num_rollouts = 0;
-    while (true) {
+    for (int64_t num_rollouts = 1;; ++num_rollouts) {
       Nest<Array> initial_agent_state = state;
       for (int64_t t = 1; t <= unroll_length_; ++t) {
-        Nest<Array> answer = [&] {
-          const Timer timer(this, index, kInference);
-          return inference_batcher_->compute(
-              Nest<Array>::Tuple{rollout.env_outputs(t - 1), std::move(state)}, &stopped_);
-        }();
-        if (!answer.is_tuple() || answer.tuple().size() != 2) {
-          throw std::invalid_argument("outputs should be a pair: agent outputs, new agent state");
-        }
-        const Nest<Array>& agent_outputs = answer.tuple()[0];
-        rollout.set_agent_outputs(t, agent_outputs);  // which checks them
-        state = std::move(answer.tuple()[1]);
-        const rpcenv::Step& next = [&]() -> const rpcenv::Step& {
-          const Timer timer(this, index, kEnvironments);
-          stream->write(action_of(agent_outputs), Seconds(options_.step_timeout_s));
-          return stream->read();
-        }();
-        rollout.set_env_outputs(t, next, &action_of(agent_outputs));
+        Nest<Array>::Tuple answer = infer(index, rollout.env_outputs(t - 1), std::move(state));
+        const Nest<Array>& agent_outputs = answer[0];
+        state = std::move(answer[1]);
+        rollout.set_agent_outputs(t, agent_outputs);  // throws before a wrong action is sent
+        const Nest<Array>& action = action_of(agent_outputs);
+        rollout.set_env_outputs(t, step(index, *stream, action), &action);
         count_ += num_envs;
       }
-      if (++num_rollouts == kEnoughRollouts) *pause = kFirstPause;
+      if (num_rollouts == kEnoughRollouts) *pause = kFirstPause;
       Nest<Array>::Tuple finished{rollout.finish(), std::move(initial_agent_state)};
       {
-        const Timer timer(this, index, kLearner);
+        const WaitTimes::Timer timer(&wait_times_, index, WaitTimes::kLearner);
         learner_queue_->enqueue(std::move(finished), true, &stopped_);
       }
       rollout.begin();
     }
   } catch (const WireError& error) {
-    throw ConnectionError("the environment server at " + address +
-                          " sent what cannot be read: " + error.what());
+    throw ConnectionError("the environment server at " + addresses_[index] +
+                          " sent a malformed message: " + error.what());
   }
 }
 
-// Open the stream and check that its server agrees with what was asked for and with the others.
-void ActorPool::open(size_t index, const std::shared_ptr<EnvStream>& stream,
-                     const rpcenv::Step** first) {
-  {
+// The stream is registered before it is opened, so that stop() cancels each one that is.
+std::shared_ptr<EnvStream> ActorPool::create_stream(size_t index) {
+  StreamOptions options{options_.num_envs, "", options_.newest_frame_only, options_.dict_outputs};
+  if (!options_.seeds.empty()) {
+    // The number of the connection keeps a new one from playing the same games again.
     Lock lock(mutex_);
-    actors_[index].stream = stream;
+    options.seed = options_.seeds[index] + "," + std::to_string(actors_[index].num_connections);
   }
+  auto stream = std::make_shared<EnvStream>(addresses_[index], options, options_.credentials);
+  Lock lock(mutex_);
   if (stopped_) throw ClosedError("the actors are stopped");
-  *first = &stream->open(Seconds(options_.connect_timeout_s), Seconds(options_.step_timeout_s));
+  actors_[index].stream = stream;
+  return stream;
+}
+
+// Open the stream and return its first message, whose handshake is what was asked for and agrees
+// with the other servers'.
+const rpcenv::Step& ActorPool::open(size_t index, EnvStream& stream) {
+  const rpcenv::Step& first =
+      stream.open(Seconds(options_.connect_timeout_s), Seconds(options_.step_timeout_s));
   try {
-    agreement_.check_handshake(addresses_[index], (*first)->handshake());
+    agreement_.check_handshake(addresses_[index], first.handshake());
   } catch (const RefusedError& error) {
-    stream->refuse(error.what());
+    stream.refuse(error.what());
     throw;
   }
-  ++num_connected_;
+  wait_times_.set_connected(index, true);
   {
     Lock lock(mutex_);
-    actors_[index].connected = true;
-    if (actors_[index].num_connections++ == 0) return;
+    if (actors_[index].num_connections++ == 0) return first;
   }
   ++num_reconnects_;
   report("stream " + std::to_string(index) + ": the environment server at " + addresses_[index] +
          " is back");
+  return first;
+}
+
+// The agent's outputs and its new state.
+Nest<Array>::Tuple ActorPool::infer(size_t index, Nest<Array> env_outputs, Nest<Array> state) {
+  const WaitTimes::Timer timer(&wait_times_, index, WaitTimes::kInference);
+  Nest<Array> answer = inference_batcher_->compute(
+      Nest<Array>::Tuple{std::move(env_outputs), std::move(state)}, &stopped_);
+  if (!answer.is_tuple() || answer.tuple().size() != 2) {
+    throw std::invalid_argument("outputs should be a pair: agent outputs, new agent state");
+  }
+  return std::move(answer.tuple());
+}
+
+// Send the action and return the server's next message.
+const rpcenv::Step& ActorPool::step(size_t index, EnvStream& stream, const Nest<Array>& action) {
+  const WaitTimes::Timer timer(&wait_times_, index, WaitTimes::kEnvironments);
+  stream.write(action, Seconds(options_.step_timeout_s));
+  return stream.read();
 }
 
 void ActorPool::disconnect(size_t index) {
-  std::shared_ptr<EnvStream> stream;  // ends after the lock
+  wait_times_.set_connected(index, false);
+  std::shared_ptr<EnvStream> stream;  // declared before the lock: destroyed after its release
   Lock lock(mutex_);
-  Actor& actor = actors_[index];
-  stream.swap(actor.stream);
-  if (actor.connected) {
-    --num_connected_;
-    actor.wait_began = Clock::now();
-  }
-  actor.connected = false;
+  stream.swap(actors_[index].stream);
 }
 
-// Streams are cancelled without the mutex: gRPC's part of that takes locks of its own.
+// A copy, since streams are canceled without the mutex: gRPC takes locks of its own for that.
 std::vector<std::shared_ptr<EnvStream>> ActorPool::streams() {
   std::vector<std::shared_ptr<EnvStream>> streams;
   Lock lock(mutex_);
@@ -299,7 +282,7 @@ void ActorPool::stop() {
   inference_batcher_->wake();
 }
 
-// Where nobody asks for events, the oldest are dropped.
+// Beyond kMaxEvents the oldest are dropped, since nobody may ask for them.
 void ActorPool::report(std::string event) {
   {
     Lock lock(mutex_);
@@ -307,28 +290,6 @@ void ActorPool::report(std::string event) {
     events_.push_back(std::move(event));
   }
   changed_.notify_all();
-}
-
-std::array<double, ActorPool::kNumWaits> ActorPool::waits() {
-  Lock lock(mutex_);
-  auto waits = waits_;
-  const auto now = Clock::now();
-  for (const Actor& actor : actors_) {
-    if (actor.wait) waits[*actor.wait] += now - actor.wait_began;
-  }
-  return {waits[kInference].count(), waits[kEnvironments].count(), waits[kLearner].count()};
-}
-
-std::vector<std::pair<std::string, double>> ActorPool::silences() {
-  Lock lock(mutex_);
-  const auto now = Clock::now();
-  std::vector<std::pair<std::string, double>> silences;
-  for (const Actor& actor : actors_) {
-    const bool works = actor.connected && !actor.wait;
-    const Seconds seconds = works ? Seconds(0) : now - actor.wait_began;
-    silences.emplace_back(actor.wait ? kWaits[*actor.wait] : "connection", seconds.count());
-  }
-  return silences;
 }
 
 std::optional<std::string> ActorPool::next_event() {

@@ -2,7 +2,6 @@
 // The actors: one thread a stream to an environment server.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -20,38 +19,39 @@
 #include "credentials.h"
 #include "dynamic_batcher.h"
 #include "env_stream.h"
+#include "errors.h"
 #include "mutex.h"
 #include "nest.h"
 #include "rollout.h"
+#include "wait_times.h"
 
 namespace torchbeast {
 
-// For each row that its server sends, an actor gets the agent's outputs from the batcher and sends
-// the action among them; every `unroll_length` steps it puts a rollout into the learner's queue.
+// An actor passes each row from its server to the batcher and sends the server the action among the
+// agent's outputs; every `unroll_length` steps it puts a rollout into the learner's queue.
 //
-// Without `reconnect` the first failure ends run(). With it a failing server costs only the rollout
-// that it was at: the actor connects again, after a pause that grows, with the initial agent state.
-// What the agent side throws (a wrong shape, say) ends run() in either case.
+// Without `reconnect` the first failure ends run(). With it, a failing server costs only the
+// rollout under way: after a pause, longer each time, the actor connects again and begins with the
+// initial agent state. An error of the agent (a wrong shape, say) ends run() in either case.
 class ActorPool {
  public:
   struct Options {
     bool dict_outputs = false;
-    std::optional<int64_t> num_envs;           // to ask for
-    std::optional<int64_t> expected_num_envs;  // what every handshake must say
-    std::vector<std::string> seeds;  // one a stream, or none; a count of connections is appended
+    std::optional<int64_t> num_envs;           // N to ask servers for; unset: the server's choice
+    std::optional<int64_t> expected_num_envs;  // N required of every handshake
+    std::vector<std::string> seeds;  // one a stream, or none; its earlier connections are added
     bool newest_frame_only = false;
     bool reconnect = false;
-    std::optional<std::string> spaces;  // what every handshake must say
-    std::string env;                    // likewise, but some may not say it
-    Rollout::Ranges ranges;             // what rows may hold
+    std::optional<std::string> spaces;  // spaces required of every handshake
+    std::string env;                    // environment required of every handshake that names one
+    Rollout::Ranges ranges;             // limits of the integers in rows
     double connect_timeout_s = 60;
     double step_timeout_s = 300;
     Credentials credentials;
   };
 
-  // `addresses`: one a stream; `initial_agent_state`: of one environment, [layers, 1, ...], copied.
-  //
-  // Throws std::invalid_argument for arguments that make no sense.
+  // `addresses` has one for each stream; `initial_agent_state`, [layers, 1, ...], is of one
+  // environment, and copied. Throws std::invalid_argument for invalid arguments.
   ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
             std::shared_ptr<DynamicBatcher> inference_batcher, std::vector<std::string> addresses,
             const Nest<Array>& initial_agent_state, Options options);
@@ -61,40 +61,30 @@ class ActorPool {
   // called twice.
   void run();
 
-  // Steps of environments so far.
+  // Environment steps so far.
   int64_t count() const { return count_; }
-  int64_t num_connected() const { return num_connected_; }
-  // Streams that were lost and have come back.
+  // Reconnections of all streams so far.
   int64_t num_reconnects() const { return num_reconnects_; }
 
-  // What streams wait for: answers of inference, their servers' next rows, room in the learner's
-  // queue.
-  enum Wait { kInference, kEnvironments, kLearner, kNumWaits };
-  // Seconds of all streams together since the start, waits that go on included.
-  static constexpr std::array<const char*, kNumWaits> kWaits{"inference", "environments",
-                                                             "learner"};
-  std::array<double, kNumWaits> waits();
+  WaitTimes& wait_times() { return wait_times_; }
 
-  // What each stream waits for ("connection", too), and for how many seconds.
-  std::vector<std::pair<std::string, double>> silences();
-
-  // Blocks for the next line about a server; nullopt after the end of run().
+  // Blocks for the next log line about a server; nullopt after the end of run().
   std::optional<std::string> next_event();
 
  private:
   struct Actor {
-    std::shared_ptr<EnvStream> stream;  // held here so that other threads can cancel it
-    bool connected = false;
-    int64_t num_connections = 0;  // so far
-    std::optional<Wait> wait;
-    // Of that wait, or of being without a connection.
-    std::chrono::steady_clock::time_point wait_began = std::chrono::steady_clock::now();
+    std::shared_ptr<EnvStream> stream;  // for other threads to cancel
+    int64_t num_connections = 0;        // connections so far
   };
-  class Timer;
 
   void act(size_t index);
+  void wait_to_reconnect(size_t index, const ServerError& error,
+                         std::chrono::duration<double> duration);
   void run_stream(size_t index, std::chrono::duration<double>* pause);
-  void open(size_t index, const std::shared_ptr<EnvStream>& stream, const rpcenv::Step** first);
+  std::shared_ptr<EnvStream> create_stream(size_t index);
+  const rpcenv::Step& open(size_t index, EnvStream& stream);
+  Nest<Array>::Tuple infer(size_t index, Nest<Array> env_outputs, Nest<Array> state);
+  const rpcenv::Step& step(size_t index, EnvStream& stream, const Nest<Array>& action);
   void disconnect(size_t index);
   std::vector<std::shared_ptr<EnvStream>> streams();
   bool wait_for_end(std::chrono::steady_clock::time_point deadline);
@@ -110,17 +100,15 @@ class ActorPool {
   const std::shared_ptr<MemoryPool> pool_ = std::make_shared<MemoryPool>();
   const Nest<Array> initial_agent_state_;
   Agreement agreement_;
+  WaitTimes wait_times_;
 
   std::atomic<bool> stopped_{false};
   std::atomic<int64_t> count_{0};
-  std::atomic<int64_t> num_connected_{0};
   std::atomic<int64_t> num_reconnects_{0};
 
   Mutex mutex_;
   Condition changed_;
   std::vector<Actor> actors_ TB_GUARDED_BY(mutex_);
-  // That are over.
-  std::array<std::chrono::duration<double>, kNumWaits> waits_ TB_GUARDED_BY(mutex_){};
   std::deque<std::string> events_ TB_GUARDED_BY(mutex_);
   size_t num_running_ TB_GUARDED_BY(mutex_) = 0;
   bool started_ TB_GUARDED_BY(mutex_) = false;

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <map>
 #include <memory>
-#include <new>
 #include <utility>
 #include <vector>
 
@@ -119,9 +118,6 @@ void check_first_row(const std::string& address, const rpcenv::Step& first,
   } catch (const WireError& error) {
     throw RefusedError("refused: the environment server at " + address +
                        " sends a first row that cannot be used: " + error.what());
-  } catch (const std::bad_alloc&) {
-    throw RefusedError("refused: the first row of the environment server at " + address +
-                       " does not fit into memory");
   }
 }
 

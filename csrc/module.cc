@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The module libtorchbeast._C: bindings only.
 //
-// Whatever can wait gives up the GIL first, and holds no Python object by value meanwhile.
+// A function that can wait releases the GIL first, and holds no Python object by value meanwhile.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -30,24 +30,22 @@ namespace py = pybind11;
 namespace torchbeast {
 namespace {
 
-// Memory that GPUs copy from by themselves; torch allocates it.
-MemoryPool::Block allocate_pinned(size_t num_bytes) {
-  py::gil_scoped_acquire gil;
-  const py::module_ torch = py::module_::import("torch");
-  auto* tensor = new py::object(torch.attr("empty")(
-      num_bytes, py::arg("dtype") = torch.attr("uint8"), py::arg("pin_memory") = true));
-  auto* pointer = reinterpret_cast<std::byte*>(tensor->attr("data_ptr")().cast<uintptr_t>());
-  return MemoryPool::Block(pointer, [tensor](std::byte*) {
-    py::gil_scoped_acquire gil;
-    delete tensor;
-  });
+std::shared_ptr<MemoryPool> make_pool(bool pin_memory) {
+  return pin_memory ? make_pinned_pool() : std::make_shared<MemoryPool>();
 }
 
-// Raises where memory is to be pinned and there is no GPU.
-std::shared_ptr<MemoryPool> make_pool(bool pin_memory) {
-  if (!pin_memory) return std::make_shared<MemoryPool>();
-  allocate_pinned(1);
-  return std::make_shared<MemoryPool>(allocate_pinned);
+template <class Function>
+auto without_gil(Function&& function) {
+  NoGil no_gil;
+  return function();
+}
+
+// What `wait` returns, called without the GIL; StopIteration for an empty optional or pointer.
+template <class Wait>
+auto next_item(Wait&& wait) {
+  auto item = without_gil(wait);
+  if (!item) throw py::stop_iteration();
+  return item;
 }
 
 std::shared_ptr<BatchingQueue> make_queue(int64_t batch_dim, int64_t minimum_batch_size,
@@ -68,13 +66,7 @@ void enqueue(BatchingQueue& queue, py::handle nest) {
 }
 
 py::object dequeue(BatchingQueue& queue) {
-  std::optional<Nest<Array>> batch;
-  {
-    NoGil no_gil;
-    batch = queue.dequeue();
-  }
-  if (!batch) throw py::stop_iteration();
-  return to_python(*batch);
+  return to_python(*next_item([&] { return queue.dequeue(); }));
 }
 
 std::shared_ptr<DynamicBatcher> make_batcher(int64_t batch_dim, int64_t minimum_batch_size,
@@ -88,21 +80,11 @@ std::shared_ptr<DynamicBatcher> make_batcher(int64_t batch_dim, int64_t minimum_
 
 py::object compute(DynamicBatcher& batcher, py::handle inputs) {
   Nest<Array> arrays = from_python(inputs);
-  {
-    NoGil no_gil;
-    arrays = batcher.compute(std::move(arrays));
-  }
-  return to_python(arrays);
+  return to_python(without_gil([&] { return batcher.compute(std::move(arrays)); }));
 }
 
 std::unique_ptr<Batch> next_batch(DynamicBatcher& batcher) {
-  std::unique_ptr<Batch> batch;
-  {
-    NoGil no_gil;
-    batch = batcher.next();
-  }
-  if (!batch) throw py::stop_iteration();
-  return batch;
+  return next_item([&] { return batcher.next(); });
 }
 
 void set_outputs(Batch& batch, py::handle outputs) {
@@ -153,8 +135,7 @@ ActorPool::Options read_options(const py::dict& keywords) {
   read("tls", &tls);
   read("auth_token", &auth_token);
   if (num_known < keywords.size()) {
-    throw py::type_error(
-        py::str("ActorPool got an unknown keyword among {}").format(py::list(keywords)));
+    throw py::type_error(py::str("unknown keyword among {}").format(py::list(keywords)));
   }
   options.credentials = make_credentials(tls, std::move(auth_token));
   options.ranges = from_python(ranges).dict();
@@ -172,7 +153,7 @@ std::shared_ptr<ActorPool> make_actor_pool(int64_t unroll_length,
                                      from_python(initial_agent_state), read_options(keywords));
 }
 
-// Of what peers say, which may be any bytes, to be logged.
+// A peer's text, which may be any bytes, made fit for a log.
 py::object to_text(const std::string& bytes) {
   return py::module_::import("libtorchbeast.access").attr("printable")(py::bytes(bytes));
 }
@@ -182,13 +163,14 @@ void set_text_error(PyObject* type, const std::exception& error) {
 }
 
 py::object next_event(ActorPool& pool) {
-  std::optional<std::string> event;
-  {
-    NoGil no_gil;
-    event = pool.next_event();
-  }
-  if (!event) throw py::stop_iteration();
-  return to_text(*event);
+  return to_text(*next_item([&] { return pool.next_event(); }));
+}
+
+py::dict waits(ActorPool& pool) {
+  const auto totals = without_gil([&] { return pool.wait_times().totals(); });
+  py::dict result;
+  for (size_t i = 0; i < totals.size(); ++i) result[WaitTimes::kNames[i]] = totals[i];
+  return result;
 }
 
 py::dict query_server(const std::string& address, std::optional<int64_t> num_envs, double timeout_s,
@@ -199,9 +181,9 @@ py::dict query_server(const std::string& address, std::optional<int64_t> num_env
     NoGil no_gil;
     EnvStream stream(address, StreamOptions{num_envs, "", false, false},
                      make_credentials(tls, std::move(auth_token)));
-    const std::chrono::duration<double> timeout(timeout_s);
+    const std::chrono::duration<double> timeout(timeout_s),
+        connect_timeout(connect_timeout_s.value_or(timeout_s));
     stream.limit(timeout);
-    const std::chrono::duration<double> connect_timeout(connect_timeout_s.value_or(timeout_s));
     first = stream.open(connect_timeout, timeout);
   }
   const rpcenv::Handshake& handshake = first.handshake();
@@ -217,6 +199,18 @@ py::dict query_server(const std::string& address, std::optional<int64_t> num_env
     check_first_row(address, first, std::move(ranges));
   }
   return result;
+}
+
+// The methods that queues and batchers share.
+template <class Queue, class... Options>
+void add_queue_methods(py::class_<Queue, Options...>* queue, const char* size_doc) {
+  queue
+      ->def("close", &Queue::close, py::call_guard<NoGil>(),
+            "Wake all waiting threads: iteration ends, other calls raise ClosedBatchingQueue. A "
+            "second close() raises RuntimeError.")
+      .def("is_closed", &Queue::is_closed, py::call_guard<NoGil>())
+      .def("size", &Queue::size, py::call_guard<NoGil>(), size_doc)
+      .def("__iter__", [](py::object self) { return self; });
 }
 
 PYBIND11_MODULE(_C, m) {
@@ -238,110 +232,99 @@ PYBIND11_MODULE(_C, m) {
     }
   });
 
-  py::class_<BatchingQueue, std::shared_ptr<BatchingQueue>>(
+  py::class_<BatchingQueue, std::shared_ptr<BatchingQueue>> queue(
       m, "BatchingQueue",
-      "A queue of nests of arrays that gives out batches: iterate over it. Sizes count columns "
-      "along batch_dim. check_inputs is there for old code: inputs are always checked.")
+      "A queue of nests of arrays; iterate over it for batches. Sizes count columns along "
+      "batch_dim. check_inputs is accepted for compatibility: inputs are always checked.");
+  queue
       .def(py::init(&make_queue), py::arg("batch_dim") = 1, py::arg("minimum_batch_size") = 1,
            py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = py::none(),
            py::arg("check_inputs") = true, py::arg("maximum_queue_size") = py::none(),
            py::kw_only(), py::arg("pin_memory") = false)
       .def("enqueue", &enqueue, py::arg("nest"),
-           "Add a nest of tensors [..., columns, ...]; waits while the queue is full. Raises "
+           "Add a nest of tensors [..., columns, ...]; blocks while the queue is full. Raises "
            "ValueError for an empty nest or too few dimensions, ClosedBatchingQueue when closed.")
-      .def("close", &BatchingQueue::close, py::call_guard<NoGil>(),
-           "Wake and refuse all. Raises RuntimeError the second time.")
-      .def("is_closed", &BatchingQueue::is_closed, py::call_guard<NoGil>())
-      .def("size", &BatchingQueue::size, py::call_guard<NoGil>(), "Columns that wait.")
-      .def("__iter__", [](py::object self) { return self; })
-      .def("__next__", &dequeue, "The next batch: a nest of tensors, the caller's own.");
+      .def("__next__", &dequeue, "The next batch: a nest of tensors that belongs to the caller.");
+  add_queue_methods(&queue, "Columns in the queue.");
 
-  py::class_<DynamicBatcher, std::shared_ptr<DynamicBatcher>>(
+  py::class_<DynamicBatcher, std::shared_ptr<DynamicBatcher>> batcher(
       m, "DynamicBatcher",
-      "Joins the calls of many threads into batches: iterate over it, and set the outputs of each. "
-      "Sizes count columns along batch_dim. check_outputs is there for old code: outputs are "
-      "always checked.")
+      "Joins the calls of many threads into batches; iterate over it and set the outputs of each "
+      "batch. Sizes count columns along batch_dim. check_outputs is accepted for compatibility: "
+      "outputs are always checked.");
+  batcher
       .def(py::init(&make_batcher), py::arg("batch_dim") = 1, py::arg("minimum_batch_size") = 1,
            py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = 100,
            py::arg("check_outputs") = true, py::kw_only(), py::arg("pin_memory") = false)
       .def("compute", &compute, py::arg("inputs"),
-           "Wait for the outputs of these inputs. Raises AsyncError if the batch was dropped, "
-           "ClosedBatchingQueue when closed.")
-      .def("close", &DynamicBatcher::close, py::call_guard<NoGil>(),
-           "Wake and refuse all. Raises RuntimeError the second time.")
-      .def("is_closed", &DynamicBatcher::is_closed, py::call_guard<NoGil>())
-      .def("size", &DynamicBatcher::size, py::call_guard<NoGil>(), "Columns that wait for a batch.")
-      .def("__iter__", [](py::object self) { return self; })
+           "Wait for the outputs that belong to these inputs. Raises AsyncError if the batch was "
+           "dropped, ClosedBatchingQueue when closed.")
       .def("__next__", &next_batch);
+  add_queue_methods(&batcher, "Columns that are in no batch yet.");
 
-  py::class_<Batch>(m, "Batch", "Inputs of several callers.")
+  py::class_<Batch>(m, "Batch", "The inputs of one or more calls of compute().")
       .def(
           "get_inputs", [](const Batch& batch) { return to_python(batch.inputs()); },
-          "Nest of tensors, joined along batch_dim.")
+          "The calls' nests of tensors, joined along batch_dim.")
       .def("set_outputs", &set_outputs, py::arg("outputs"),
-           "Answer the callers. Raises RuntimeError the second time, ValueError for too few "
+           "Return each call its part. Raises RuntimeError the second time, ValueError for too few "
            "dimensions or another batch size.");
 
   py::class_<ActorPool, std::shared_ptr<ActorPool>>(
       m, "ActorPool",
-      "Actors: one thread a stream, that is, for each entry of env_server_addresses.\n\n"
+      "Actors: one thread and one stream for each entry of env_server_addresses.\n\n"
       "The batcher gets ((frame, reward, done, episode_step, episode_return), agent_state), all "
-      "[1, N, ...], and must answer ((action, ...), agent_state). The queue gets ((env outputs, "
+      "[1, N, ...], and must return ((action, ...), agent_state). The queue gets ((env outputs, "
       "agent outputs), initial_agent_state), the outputs [T + 1, N, ...].\n\n"
-      "Keywords, None being as good as not given:\n"
-      "dict_outputs=False: env outputs are a dict of all keys of a row (see "
-      "libtorchbeast/rows.py), agent outputs one with an action.\n"
-      "num_envs, expected_num_envs: N to ask for, and N that the handshakes must have.\n"
-      "seeds: one a stream, each ints separated by commas.\n"
-      "newest_frame_only=False: have stacked frames sent one by one.\n"
-      "reconnect=False: a server that is lost ends only its rollout.\n"
-      "spaces: what the handshakes must have; else as the first server has them.\n"
-      "env: the same of the environment's name, but servers that name none are accepted.\n"
-      "ranges: what rows may hold: a dict by their keys, such as frame; for each array [N, ...] "
-      "one [2, ...] of the least and the largest integers, or [0, ...] where there is no limit.\n"
-      "connect_timeout_s=60, step_timeout_s=300: how long servers may take.\n"
-      "tls: PEM texts of the authority that signed the servers' certificates, of our certificate "
-      "and of its key.\n"
-      "auth_token: which the servers ask for.")
+      "Keywords; None means the default:\n"
+      "dict_outputs=False: env outputs are a dict of all keys of a row, see "
+      "libtorchbeast/rows.py; agent outputs are a dict with an action.\n"
+      "num_envs: N to ask the servers for.\nexpected_num_envs: N required of all servers.\n"
+      "seeds: one for each stream, each a string of integers separated by commas.\n"
+      "newest_frame_only=False: servers send only the newest of stacked frames.\n"
+      "reconnect=False: a lost server ends only its rollout.\n"
+      "spaces: JSON required of all servers; default: the first server's.\n"
+      "env: environment required of all servers that name theirs; default: the first one named.\n"
+      "ranges: dict by keys of a row, such as frame; for each array [N, ...] the smallest and "
+      "largest integers, [2, ...], or an empty array [0, ...] for no limit.\n"
+      "connect_timeout_s=60, step_timeout_s=300: limits on a server's time.\n"
+      "tls: PEM texts: certificate of the authority that signed the servers' certificates, our "
+      "certificate, our key.\n"
+      "auth_token: token that the servers require.")
       .def(py::init(&make_actor_pool), py::arg("unroll_length"), py::arg("learner_queue"),
            py::arg("inference_batcher"), py::arg("env_server_addresses"),
            py::arg("initial_agent_state"))
-      .def(
-          "run", &ActorPool::run, py::call_guard<NoGil>(),
-          "Blocks until the queue or the batcher is closed. Raises the first failure: TimeoutError "
-          "or ConnectionError where servers cannot be reached or are lost.")
+      .def("run", &ActorPool::run, py::call_guard<NoGil>(),
+           "Block until the queue or the batcher is closed. Raises the first failure: TimeoutError "
+           "or ConnectionError for a server that cannot be reached or is lost.")
       .def("count", &ActorPool::count, "Environment steps so far.")
-      .def("num_connected", &ActorPool::num_connected, "Streams that have a server now.")
-      .def("num_reconnects", &ActorPool::num_reconnects)
       .def(
-          "waits",
-          [](ActorPool& pool) {
-            const auto waits = [&] {
-              NoGil no_gil;
-              return pool.waits();
-            }();
-            py::dict result;
-            for (size_t i = 0; i < waits.size(); ++i) result[ActorPool::kWaits[i]] = waits[i];
-            return result;
-          },
-          "Seconds that all streams together have waited so far: for inference, for their "
-          "environments' next rows, and for the learner, that is, for room in its queue.")
-      .def("silences", &ActorPool::silences, py::call_guard<NoGil>(),
-           "What each stream waits for, as in waits() or \"connection\", and for how many seconds.")
+          "num_connected", [](ActorPool& pool) { return pool.wait_times().num_connected(); },
+          py::call_guard<NoGil>(), "Streams that are connected now.")
+      .def("num_reconnects", &ActorPool::num_reconnects, "Reconnections so far.")
+      .def("waits", &waits,
+           "Seconds that all streams together have waited so far: for inference, for environments "
+           "(the next row), for the learner (room in its queue).")
+      .def(
+          "silences", [](ActorPool& pool) { return pool.wait_times().silences(); },
+          py::call_guard<NoGil>(),
+          "For each stream, what it waits for (a key of waits(), or \"connection\") and how many "
+          "seconds it has done so.")
       .def("next_event", &next_event,
-           "Wait for the next line about a server that was lost or is back. Raises StopIteration "
-           "after the end of run().");
+           "Wait for the next log line about a server that was lost or is back. Raises "
+           "StopIteration after the end of run().");
 
   m.def(
       "query_server", &query_server, py::arg("address"), py::arg("num_envs") = py::none(),
       py::arg("timeout_s") = 60.0, py::arg("connect_timeout_s") = py::none(), py::kw_only(),
       py::arg("tls") = py::none(), py::arg("auth_token") = py::none(),
       py::arg("check") = py::none(),
-      "What the server at this address says of itself: a dict of protocol_version, num_envs, "
-      "spaces, stack_size, env (empty where it has no name). tls, auth_token: as ActorPool's. "
-      "check: called with that dict; returns ranges, as ActorPool's, for the first row. "
-      "Raises TimeoutError; ConnectionError, of which ConnectionRefusedError (another protocol "
-      "version, token or row) and ConnectionAbortedError (its environments fail) will come again.");
+      "Return the handshake of the server at this address: a dict of protocol_version, num_envs, "
+      "spaces, stack_size, env (empty where the environment has no name). tls, auth_token: as for "
+      "ActorPool. check: function from that dict to ranges, as for ActorPool, which the server's "
+      "first row is checked against. Raises TimeoutError; ConnectionError; its subclasses "
+      "ConnectionRefusedError (wrong protocol version, token or row) and ConnectionAbortedError "
+      "(the environment fails), for which another attempt would fail, too.");
 }
 
 }  // namespace

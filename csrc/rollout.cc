@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -47,7 +48,7 @@ void check_space(const std::string& key, const Nest<ArrayView>& nest, const Nest
 }  // namespace
 
 Rollout::Rollout(int64_t unroll_length, bool dict_outputs, const rpcenv::Step& first,
-                 std::shared_ptr<MemoryPool> pool, std::optional<int32_t> actor, Ranges ranges)
+                 std::shared_ptr<MemoryPool> pool, std::optional<int32_t> actor, Ranges ranges) try
     : unroll_length_(unroll_length),
       dict_outputs_(dict_outputs),
       num_envs_(first.handshake().num_envs()),
@@ -71,6 +72,8 @@ Rollout::Rollout(int64_t unroll_length, bool dict_outputs, const rpcenv::Step& f
     }));
   }
   set_env_outputs(0, first);
+} catch (const std::bad_alloc&) {
+  throw WireError("a rollout of its rows does not fit into memory");
 }
 
 Nest<ArrayView>::Dict Rollout::decode(const rpcenv::Step& step) const {

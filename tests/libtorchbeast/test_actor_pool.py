@@ -546,7 +546,7 @@ def test_a_lying_server_costs_its_stream_alone_and_is_named(start, lie, first):
     good = start(FakeServer(obey_all(**truth)))
     options = {"dict_outputs": True, "reconnect": True, "ranges": RANGES, "columns": 2}
     rig = start(Rig([liar.address, good.address], act_zero, (), **options))
-    (event, *_) = rig.wait_for_event(f"{liar.address} sent what cannot be read: .*{message}")
+    (event, *_) = rig.wait_for_event(f"{liar.address} sent a malformed message: .*{message}")
     assert good.address not in event
     assert rig.take()[0][0]["frame"].shape == (T + 1, 2, 3)
     if not first:
