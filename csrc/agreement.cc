@@ -14,11 +14,11 @@ namespace torchbeast {
 
 namespace {
 
-constexpr size_t kMaxDifferences = 3;  // in a message
+constexpr size_t kMaxDifferences = 3;  // differences that a message names
 constexpr size_t kMaxTextLength = 200;
-constexpr size_t kMaxJsonLength = 20'000;  // that is taken apart
+constexpr size_t kMaxJsonLength = 20'000;  // longer texts are not parsed
 
-// As in ({a: uint8[1, 2]}, float32[1]).
+// A text such as ({a: uint8[1, 2]}, float32[1]).
 std::string text_of(const Nest<std::string>& nest) {
   if (nest.is_leaf()) return nest.leaf();
   std::string text;
@@ -38,12 +38,12 @@ std::string shorten(std::string text) {
   return text;
 }
 
-// The values in a JSON text by their places: {"action.n": "6", "observation.shape[0]": "4"}. Of
-// what is no JSON, something or nothing.
+// The values in a JSON text by their places: {"action.n": "6", "observation.shape[0]": "4"}. For a
+// text that is not JSON the result is arbitrary.
 std::map<std::string, std::string> values_of(const std::string& json) {
   struct Level {
     std::string place;
-    int index;  // in a list; -1: this is a dict
+    int index;  // position in a list; -1 for a dict
     std::string key;
   };
   std::map<std::string, std::string> values;
@@ -117,7 +117,7 @@ void check_first_row(const std::string& address, const rpcenv::Step& first,
     Rollout(1, true, first, std::make_shared<MemoryPool>(), std::nullopt, std::move(ranges));
   } catch (const WireError& error) {
     throw RefusedError("refused: the environment server at " + address +
-                       " sends a first row that cannot be used: " + error.what());
+                       " sent an invalid first row: " + error.what());
   }
 }
 
@@ -147,7 +147,7 @@ void Agreement::check_row(const std::string& address, const Nest<Array>& env_out
   Lock lock(mutex_);
   if (row_ && !(row.same_structure(*row_) && row.flatten() == row_->flatten())) {
     throw RefusedError("refused: the environment server at " + address + " sends rows of " +
-                       text_of(row) + ", but the others of " + text_of(*row_));
+                       text_of(row) + ", but other servers send " + text_of(*row_));
   }
   row_ = row;
 }

@@ -17,30 +17,31 @@ namespace torchbeast {
 // Any number of threads may call any method. All throw RefusedError with the server's address.
 class Agreement {
  public:
-  // What is not given is as the first server has it.
+  // Unset fields are taken from the first server's handshake.
   struct Terms {
     std::optional<std::string> spaces;
     std::optional<int64_t> num_envs;
-    std::string env;  // else empty; servers that name none are accepted
+    std::string env;  // empty: unset; servers without a name are accepted
   };
 
   explicit Agreement(Terms terms) : terms_(std::move(terms)) {}
 
   void check_handshake(const std::string& address, const rpcenv::Handshake& handshake);
 
-  // Rows that differ in structure, dtypes or shapes could not be joined into batches.
+  // Refuses rows unlike the other servers' in structure, dtype or shape: batches could not join
+  // them.
   void check_row(const std::string& address, const Nest<Array>& env_outputs);
 
  private:
   Mutex mutex_;
   Terms terms_ TB_GUARDED_BY(mutex_);
-  std::optional<Nest<std::string>> row_ TB_GUARDED_BY(mutex_);  // descriptions
+  std::optional<Nest<std::string>> row_ TB_GUARDED_BY(mutex_);  // description of each array
 };
 
-// Throws RefusedError where a stream's first message holds no row, or not one within `ranges`.
+// Throws RefusedError unless a stream's first message has a valid row within `ranges`.
 void check_first_row(const std::string& address, const rpcenv::Step& first, Rollout::Ranges ranges);
 
-// How two spaces differ, both JSON as in the handshake: "observation.shape[0] is 4, expected 1".
+// How two spaces, both JSON from a handshake, differ: "observation.shape[0] is 4, expected 1".
 std::string describe_difference(const std::string& spaces, const std::string& expected);
 
 }  // namespace torchbeast

@@ -12,7 +12,7 @@ namespace torchbeast {
 namespace {
 
 constexpr size_t kAlignment = 64;
-// Blocks of one size that wait for use; more go back to the system.
+// Free blocks of one size; more go back to the system.
 constexpr size_t kMaxFree = 64;
 
 MemoryPool::Block allocate_aligned(size_t num_bytes) {
@@ -22,7 +22,7 @@ MemoryPool::Block allocate_aligned(size_t num_bytes) {
   });
 }
 
-// Batches vary in size. Four sizes to each power of two let blocks fit more than one.
+// Batches vary in size: with four sizes to each power of two, a block fits similar ones.
 size_t round_up(size_t num_bytes) {
   size_t size = kAlignment;
   while (size < num_bytes) size *= 2;
@@ -58,7 +58,7 @@ size_t size_of(DType dtype) {
     case DType::kFloat64:
       return 8;
   }
-  throw std::logic_error("no such dtype");
+  throw std::logic_error("unknown dtype");
 }
 
 const char* name_of(DType dtype) {
@@ -84,7 +84,7 @@ MemoryPool::Block MemoryPool::take(size_t num_bytes) {
   }
   if (!block) block = allocate_(size);
   std::byte* pointer = block.get();
-  // The last user's pointer brings the block back to the pool, which lives for at least as long.
+  // The deleter returns the block to the pool, and keeps the pool alive until then.
   return Block(pointer, [pool = shared_from_this(), size, block = std::move(block)](
                             std::byte*) mutable { pool->put_back(size, std::move(block)); });
 }
@@ -93,7 +93,7 @@ void MemoryPool::put_back(size_t size, Block block) {
   Lock lock(mutex_);
   std::vector<Block>& blocks = free_[size];
   if (blocks.size() < kMaxFree) blocks.push_back(std::move(block));
-  // Else `block`, a parameter, is freed by the caller: after the lock.
+  // Otherwise `block`, a parameter, is freed after the lock is released.
 }
 
 size_t ArrayView::num_bytes() const { return count_elements(shape) * size_of(dtype); }
@@ -110,7 +110,7 @@ bool ArrayView::is_integer() const { return dtype <= DType::kInt64; }
 
 int64_t ArrayView::integer_at(size_t index) const {
   const auto read = [&](auto value) {
-    std::memcpy(&value, data + index * sizeof(value), sizeof(value));  // which need not be aligned
+    std::memcpy(&value, data + index * sizeof(value), sizeof(value));  // may be unaligned
     return static_cast<int64_t>(value);
   };
   switch (dtype) {
@@ -132,7 +132,7 @@ int64_t ArrayView::integer_at(size_t index) const {
     case DType::kInt64:
       return read(int64_t{});
     default:
-      throw std::logic_error("no integer dtype");
+      throw std::logic_error("not an integer dtype");
   }
 }
 

@@ -35,15 +35,15 @@ const char* name_of(DType dtype);
 
 using Shape = std::vector<int64_t>;
 
-// Memory that is used again, rather than be given back and faulted in anew: rollouts and batches
-// are large, and come by the thousand. A block returns when the last pointer to it is gone, even
-// where that is after the pool's own end. Thread-safe.
+// Recycles blocks of memory: rollouts and batches are large and frequent, and memory from the
+// system costs page faults each time. A block returns to the pool when the last pointer to it is
+// gone, and may outlive all other pointers to the pool. Thread-safe.
 class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
  public:
   using Block = std::shared_ptr<std::byte>;
   using Allocator = std::function<Block(size_t)>;
 
-  // By default from the heap. `allocate` may be called by any thread.
+  // `allocate`, by default from the heap, may be called by any thread.
   explicit MemoryPool(Allocator allocate = nullptr);
 
   // Uninitialized, aligned to 64 bytes where the allocator is the default one.
@@ -57,21 +57,21 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   std::map<size_t, std::vector<Block>> free_ TB_GUARDED_BY(mutex_);  // by size
 };
 
-// An array to be read only, on memory that somebody else keeps alive. C order.
+// A read-only array in C order, in memory that it does not own.
 struct ArrayView {
   DType dtype = DType::kUInt8;
   Shape shape;
   const std::byte* data = nullptr;
 
   size_t num_bytes() const;
-  std::string description() const;  // as in float32[3, 4]
+  std::string description() const;  // such as float32[3, 4]
 
-  bool is_integer() const;  // or bool
-  // Element `index` in C order, of such an array.
+  bool is_integer() const;  // true for bool, too
+  // Element `index` in C order; only for integers and bools.
   int64_t integer_at(size_t index) const;
 };
 
-// C order. A copy shares the memory.
+// An array in C order. Copies share its memory.
 struct Array {
   DType dtype = DType::kUInt8;
   Shape shape;
@@ -81,7 +81,7 @@ struct Array {
   std::string description() const { return view().description(); }
   ArrayView view() const { return {dtype, shape, data.get()}; }
 
-  // Part `index` of the first dimension, which stays, with size 1: [T, N] to [1, N].
+  // A view of entry `index` of the first dimension, which stays: [T, N] becomes [1, N].
   Array row(int64_t index) const;
 };
 
@@ -94,7 +94,7 @@ struct Columns {
   int64_t end;
 };
 
-// Join columns along `batch_dim` into memory of its own.
+// Join columns along `batch_dim` in new memory.
 //
 // Throws std::invalid_argument where the arrays differ in dtype or in any other dimension.
 Array concatenate(const std::vector<Columns>& parts, size_t batch_dim, MemoryPool& pool);

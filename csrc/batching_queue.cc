@@ -37,7 +37,7 @@ BatchingQueue::BatchingQueue(Options options, std::shared_ptr<MemoryPool> pool, 
     throw std::invalid_argument(
         "maximum_queue_size is " + std::to_string(*options_.maximum_queue_size) +
         ", below minimum_batch_size, which is " + std::to_string(options_.minimum_batch_size) +
-        ": no batch could ever come out");
+        ": no batch could ever be full");
   }
 }
 
@@ -69,12 +69,12 @@ std::optional<Nest<Array>> BatchingQueue::dequeue() {
     Lock lock(mutex_);
     if (!wait_for_batch(lock)) return std::nullopt;
     items = take();
-    more = columns_ > 0;  // too few too: somebody must wait for their timeout
+    more = columns_ > 0;  // however few: some consumer must wait for their timeout
   }
   emptied_.notify_one();
   if (more) filled_.notify_one();
 
-  // Outside the lock: copies take long, and what frees a Python array may wait for the GIL.
+  // Outside the lock: copies take long, and freeing a Python array may wait for the GIL.
   const Item& first = items[0];
   if (hand_over_ && items.size() == 1 && first.owned && first.begin == 0 &&
       first.columns == count_columns(first.nest, static_cast<size_t>(options_.batch_dim))) {
@@ -105,7 +105,7 @@ bool BatchingQueue::wait_for_batch(Lock& lock) {
   return !closed_;
 }
 
-// Takes up to maximum_batch_size columns; the `columns` of what it returns are those of the part.
+// Takes up to maximum_batch_size columns: items whose `columns` counts those taken.
 std::vector<BatchingQueue::Item> BatchingQueue::take() {
   std::vector<Item> parts;
   int64_t space = std::min(options_.maximum_batch_size, columns_);
@@ -152,7 +152,7 @@ int64_t BatchingQueue::size() const {
 void BatchingQueue::wake() {
   {
     Lock lock(mutex_);
-  }  // so that nobody is between looking and waiting
+  }  // now no thread is between its check and its wait
   filled_.notify_all();
   emptied_.notify_all();
 }

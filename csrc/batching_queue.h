@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A queue of nests that gives out batches.
+// A queue that joins nests into batches.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@ namespace torchbeast {
 using Milliseconds = std::chrono::milliseconds;
 
 // Nests go in, each with some columns along the batch dimension; batches of columns come out, in
-// order. A batch may hold parts of several nests, and a nest may be parted between batches.
+// order. A batch may hold parts of several nests, and a nest may be split between batches.
 //
 // Any number of threads may call any method. close() wakes all who wait.
 class BatchingQueue {
@@ -30,32 +30,31 @@ class BatchingQueue {
     int64_t batch_dim = 1;
     int64_t minimum_batch_size = 1;  // columns
     int64_t maximum_batch_size = 1024;
-    std::optional<int64_t> timeout_ms;          // then batches below the minimum come out too
-    std::optional<int64_t> maximum_queue_size;  // columns; more make producers wait
+    // Milliseconds after the oldest nest's arrival until a smaller batch is returned.
+    std::optional<int64_t> timeout_ms;
+    std::optional<int64_t> maximum_queue_size;  // columns from which on producers block
   };
 
-  // Batches take their memory from `pool`. `hand_over` allows a nest that makes up a whole batch
-  // and is the queue's own to be that batch, without a copy.
-  //
-  // Throws std::invalid_argument for options that make no sense.
+  // Batches are allocated in `pool`; with `hand_over`, an owned nest that is a whole batch is
+  // returned without a copy. Throws std::invalid_argument for invalid options.
   BatchingQueue(Options options, std::shared_ptr<MemoryPool> pool, bool hand_over = true);
 
-  // Add a nest; blocks while the queue is full. `owned` says that nobody else will touch its
-  // memory. Throws std::invalid_argument as count_columns does, ClosedError when closed, and also
-  // when *cancelled is true after a wake().
+  // Add a nest; blocks while the queue is full. `owned`: nobody else will use its memory. Throws
+  // std::invalid_argument as count_columns does, ClosedError when closed, and also when *cancelled
+  // is true after a wake().
   void enqueue(Nest<Array> nest, bool owned = false, const std::atomic<bool>* cancelled = nullptr);
 
-  // Blocks for a batch; nullopt once closed, whatever is left then.
+  // Blocks until there is a batch; nullopt once closed, when remaining columns are dropped.
   std::optional<Nest<Array>> dequeue();
 
   // Never blocks. Throws std::runtime_error the second time.
   void close();
   bool is_closed() const;
 
-  // Columns that wait.
+  // Columns in the queue.
   int64_t size() const;
 
-  // Have those who wait look at their `cancelled`.
+  // Make blocked producers check their `cancelled`.
   void wake();
 
  private:
@@ -63,8 +62,8 @@ class BatchingQueue {
 
   struct Item {
     Nest<Array> nest;
-    int64_t columns;
-    int64_t begin;  // columns before it have been taken
+    int64_t columns;  // columns not taken yet
+    int64_t begin;    // index of the first of them
     bool owned;
     Clock::time_point arrival;
   };
@@ -85,7 +84,7 @@ class BatchingQueue {
   bool closed_ TB_GUARDED_BY(mutex_) = false;
 };
 
-// Throws std::invalid_argument for sizes that make no sense; both kinds of queue have them.
+// Throws std::invalid_argument for invalid options that queues and batchers share.
 void check_batch_sizes(int64_t batch_dim, int64_t minimum_batch_size, int64_t maximum_batch_size,
                        std::optional<int64_t> timeout_ms);
 

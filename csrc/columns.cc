@@ -20,7 +20,7 @@ int64_t count_columns(const Nest<Array>& nest, size_t batch_dim) {
     if (count >= 0 && size != count) {
       throw std::invalid_argument("arrays of one nest have " + std::to_string(count) + " and " +
                                   std::to_string(size) + " columns along dimension " +
-                                  std::to_string(batch_dim) + "; all must have as many");
+                                  std::to_string(batch_dim) + "; all must have the same number");
     }
     count = size;
   });
@@ -30,7 +30,7 @@ int64_t count_columns(const Nest<Array>& nest, size_t batch_dim) {
 
 Nest<Array> join_columns(const std::vector<NestColumns>& parts, size_t batch_dim,
                          MemoryPool& pool) {
-  std::vector<std::vector<Columns>> leaves;  // of each leaf, its columns from all parts
+  std::vector<std::vector<Columns>> leaves;  // for each leaf, its columns from all parts
   for (const NestColumns& part : parts) {
     if (!part.nest.same_structure(parts[0].nest)) {
       throw std::invalid_argument("nests of different structures cannot be joined");

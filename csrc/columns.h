@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Columns of nests of arrays: what queues and batchers count, join and part.
+// Columns of nests of arrays: queues and batchers count, join and split them.
 #pragma once
 
 #include <cstdint>
@@ -23,11 +23,11 @@ struct NestColumns {
   int64_t end;
 };
 
-// Join columns of nests of one structure into memory of its own; throws std::invalid_argument where
+// Join columns of nests of one structure in new memory; throws std::invalid_argument where
 // structures, dtypes or other dimensions differ.
 Nest<Array> join_columns(const std::vector<NestColumns>& parts, size_t batch_dim, MemoryPool& pool);
 
-// A nest of the same columns, `count` times over.
+// The columns of `nest`, repeated `count` times.
 Nest<Array> repeat_columns(const Nest<Array>& nest, int64_t count, size_t batch_dim,
                            MemoryPool& pool);
 

@@ -9,7 +9,7 @@ namespace torchbeast {
 void Credentials::check() const {
   if (tls && (tls->ca.empty() || tls->certificate.empty() || tls->key.empty())) {
     throw std::invalid_argument(
-        "tls should be three PEM texts: of the authority, the certificate and its key");
+        "tls should be three PEM texts: the authority's certificate, the certificate, its key");
   }
   const auto printable = [](char c) { return '!' <= c && c <= '~'; };
   if (auth_token &&

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The certificates that the learner trusts, and what it proves itself to servers with.
+// The TLS certificates and the token that the learner uses with its environment servers.
 #pragma once
 
 #include <optional>
@@ -13,10 +13,10 @@ struct Credentials {
     std::string certificate;
     std::string key;
   };
-  std::optional<Tls> tls;  // else nothing is encrypted
+  std::optional<Tls> tls;  // unset: no encryption
   std::optional<std::string> auth_token;
 
-  // Throws std::invalid_argument for what gRPC would not send.
+  // Throws std::invalid_argument for empty texts and for tokens that gRPC would not send.
   void check() const;
 };
 

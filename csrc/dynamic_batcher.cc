@@ -60,11 +60,11 @@ std::unique_ptr<Batch> DynamicBatcher::next() {
       Lock lock(mutex_);
       if (!wait_for_calls(lock)) return nullptr;
       calls = take();
-      more = columns_ > 0;  // too few too: somebody must wait for their timeout
+      more = columns_ > 0;  // however few: some thread must wait for their timeout
     }
     if (more) filled_.notify_one();
 
-    // Outside the lock: copies take long, and what frees a Python array may wait for the GIL.
+    // Outside the lock: copies take long, and freeing a Python array may wait for the GIL.
     std::vector<NestColumns> parts;
     for (const auto& call : calls) {
       parts.push_back({std::move(call->inputs), 0, call->columns});
@@ -74,7 +74,7 @@ std::unique_ptr<Batch> DynamicBatcher::next() {
           join_columns(parts, static_cast<size_t>(options_.batch_dim), *input_pool_);
       return std::make_unique<Batch>(shared_from_this(), std::move(calls), std::move(inputs));
     } catch (const std::invalid_argument&) {
-      fail(calls, std::current_exception());  // it is the callers' error, not that of who iterates
+      fail(calls, std::current_exception());  // the callers' error, not this thread's
     } catch (...) {
       fail(calls, std::current_exception());
       throw;
@@ -120,7 +120,7 @@ void DynamicBatcher::answer(const Calls& calls, std::vector<Nest<Array>> outputs
 
 void DynamicBatcher::fail(const Calls& calls, std::exception_ptr error) {
   Lock lock(mutex_);
-  if (closed_) return;  // they get ClosedError
+  if (closed_) return;  // the callers get ClosedError
   for (const auto& call : calls) {
     call->error = error;
     call->done = true;
@@ -178,7 +178,7 @@ void Batch::set_outputs(const Nest<Array>& outputs) {
   std::vector<Nest<Array>> parts;
   int64_t begin = 0;
   for (const auto& call : calls_) {
-    // Callers keep their part for long, so it holds nobody else's memory.
+    // Copied, since a caller may keep its part for long: it must not hold the others' memory.
     parts.push_back(
         join_columns({{outputs, begin, begin + call->columns}}, batch_dim, *batcher_->pool_));
     begin += call->columns;

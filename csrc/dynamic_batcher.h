@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Joins the calls of many threads into batches that a few threads answer.
+// Joins the calls of many threads into batches, for a few threads to answer.
 #pragma once
 
 #include <atomic>
@@ -22,44 +22,44 @@ namespace torchbeast {
 
 class Batch;
 
-// Callers of compute() wait while others iterate over batches and answer them. Calls are never
-// parted: a batch holds whole ones. One with more columns than maximum_batch_size is a batch of its
-// own.
+// Callers of compute() wait while other threads take batches with next() and set their outputs. A
+// call is never split between batches; one with more columns than maximum_batch_size is a batch of
+// its own.
 //
-// Any number of threads may call any method. close() wakes all who wait, also the callers whose
-// batch is being answered.
+// Any number of threads may call any method. close() wakes all who wait, including callers whose
+// batch has been taken.
 class DynamicBatcher : public std::enable_shared_from_this<DynamicBatcher> {
  public:
   struct Options {
     int64_t batch_dim = 1;
     int64_t minimum_batch_size = 1;  // columns
     int64_t maximum_batch_size = 1024;
-    // So long after the last call that came, batches below the minimum are given out too.
+    // Milliseconds after the newest call until a smaller batch is returned.
     std::optional<int64_t> timeout_ms = 100;
   };
 
-  // Batches are in memory of `input_pool`, by default `pool`, which answers are in. Throws
-  // std::invalid_argument for options that make no sense.
+  // Inputs of batches are allocated in `input_pool` (default: `pool`), outputs of calls in `pool`.
+  // Throws std::invalid_argument for invalid options.
   DynamicBatcher(Options options, std::shared_ptr<MemoryPool> pool,
                  std::shared_ptr<MemoryPool> input_pool = nullptr);
 
-  // Wait for the answer to `inputs`: the caller's own columns of the batch's outputs, in memory of
-  // their own. Throws std::invalid_argument as count_columns does, and where the inputs do not fit
-  // those of others in the batch; AsyncError if the batch is dropped; ClosedError when closed, or
-  // when *cancelled is true after a wake().
+  // Blocks until the batch of `inputs` has outputs, and returns this call's columns of them, in
+  // memory of their own. Throws std::invalid_argument as count_columns does, and for inputs that
+  // cannot be joined with the others of the batch; AsyncError if the batch is dropped; ClosedError
+  // when closed, or when *cancelled is true after a wake().
   Nest<Array> compute(Nest<Array> inputs, const std::atomic<bool>* cancelled = nullptr);
 
-  // Blocks for a batch; null once closed.
+  // Blocks until there is a batch; null once closed.
   std::unique_ptr<Batch> next();
 
   // Never blocks. Throws std::runtime_error the second time.
   void close();
   bool is_closed() const;
 
-  // Columns that wait to become part of a batch.
+  // Columns that are in no batch yet.
   int64_t size() const;
 
-  // Have those who wait look at their `cancelled`.
+  // Make blocked callers check their `cancelled`.
   void wake();
 
  private:
@@ -92,13 +92,13 @@ class DynamicBatcher : public std::enable_shared_from_this<DynamicBatcher> {
   mutable Mutex mutex_;
   Condition filled_;
   std::deque<std::shared_ptr<Call>> pending_ TB_GUARDED_BY(mutex_);
-  // The pending ones and those in batches.
+  // Unanswered calls: the pending ones and those in batches.
   std::set<std::shared_ptr<Call>> waiting_ TB_GUARDED_BY(mutex_);
-  int64_t columns_ TB_GUARDED_BY(mutex_) = 0;  // of the pending ones
+  int64_t columns_ TB_GUARDED_BY(mutex_) = 0;  // columns of the pending calls
   bool closed_ TB_GUARDED_BY(mutex_) = false;
 };
 
-// The inputs of some calls, to be answered together. One thread at a time.
+// The joined inputs of some calls. For one thread at a time.
 class Batch {
  public:
   Batch(std::shared_ptr<DynamicBatcher> batcher, DynamicBatcher::Calls calls, Nest<Array> inputs);
@@ -106,7 +106,7 @@ class Batch {
   Batch(const Batch&) = delete;
   Batch& operator=(const Batch&) = delete;
 
-  // Each call to this returns the same arrays, which belong to this batch alone.
+  // The same arrays each time, which belong to this batch alone.
   const Nest<Array>& inputs() const { return inputs_; }
 
   // Copies `outputs` and wakes the callers. Throws std::runtime_error the second time,

@@ -13,23 +13,23 @@ namespace torchbeast {
 
 namespace {
 
-constexpr auto kGrace = std::chrono::seconds(1);        // for a stream that has failed to end
-constexpr std::chrono::duration<double> kLongest(1e9);  // of a limit, or it would overflow
-constexpr size_t kMaxErrorBytes = 20'000;               // of an environment's error that are shown
-constexpr auto kPatience = std::chrono::milliseconds(200);  // until a cancelled wait is noticed
+constexpr auto kGrace = std::chrono::seconds(1);            // time for a failed stream to end
+constexpr std::chrono::duration<double> kLongest(1e9);      // a longer timeout would overflow
+constexpr size_t kMaxErrorBytes = 20'000;                   // longer errors are shortened
+constexpr auto kPatience = std::chrono::milliseconds(200);  // between two checks of cancelled_
 
 std::shared_ptr<grpc::Channel> make_channel(const std::string& address,
                                             const Credentials& credentials) {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
   arguments.SetMaxSendMessageSize(kMaxMessageBytes);
-  // A peer that was unplugged or stopped says nothing: ask it, and give it up if it is silent.
+  // A peer that was unplugged or stopped sends nothing: ping it, and disconnect without an answer.
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
   // Long, since some environments keep a Python server from answering while they are made or reset.
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 50'000);
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   arguments.SetInt(GRPC_ARG_HTTP2_MIN_SENT_PING_INTERVAL_WITHOUT_DATA_MS, 5'000);
-  // Quick to notice that a server is back; how often we try is the caller's business.
+  // Notice quickly that a server is back; the caller decides how often to try.
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1'000);
   // Each stream has a connection of its own, even to the same server.
@@ -38,7 +38,7 @@ std::shared_ptr<grpc::Channel> make_channel(const std::string& address,
   // One read and one window for a batch of frames, not dozens.
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, 1 << 20);
   arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 8 << 20);
-  // The limit of a message is that of its compressed size, which says nothing.
+  // No compressed messages: gRPC's limit is on the compressed size, which bounds no memory.
   arguments.SetInt(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1 << GRPC_COMPRESS_NONE);
   auto channel_credentials = grpc::InsecureChannelCredentials();
   if (credentials.tls) {
@@ -83,7 +83,7 @@ const rpcenv::Step& EnvStream::open(std::chrono::duration<double> connect_timeou
     }
   }
   begin_wait(answer_timeout);
-  stream_ = rpcenv::RPCEnvServer::NewStub(channel_)->StreamingEnv(&context_);  // may wait, too
+  stream_ = rpcenv::RPCEnvServer::NewStub(channel_)->StreamingEnv(&context_);  // may block, too
   read();
   if (!step_.has_handshake()) {
     throw ConnectionError("the environment server at " + address_ + " sent no handshake");
@@ -92,7 +92,7 @@ const rpcenv::Step& EnvStream::open(std::chrono::duration<double> connect_timeou
   if (handshake.protocol_version() != kProtocolVersion) {
     throw RefusedError("refused: the environment server at " + address_ +
                        " speaks protocol version " + std::to_string(handshake.protocol_version()) +
-                       ", but this learner " + std::to_string(kProtocolVersion) +
+                       ", but this learner speaks " + std::to_string(kProtocolVersion) +
                        ": update the older one");
   }
   if (handshake.num_envs() < 1 || handshake.num_envs() > kMaxMessageBytes) {
@@ -102,11 +102,11 @@ const rpcenv::Step& EnvStream::open(std::chrono::duration<double> connect_timeou
   return step_;
 }
 
-// What gRPC says of a server that it cannot reach, it says only to calls.
+// gRPC's reason why it cannot reach the server: it gives one only to a call, so make one.
 std::string EnvStream::why_unreachable() {
   grpc::ClientContext context;
   context.set_deadline(std::chrono::system_clock::now() + kGrace);
-  context.AddMetadata("num-envs", "0");  // should it be there after all: refused, not served
+  context.AddMetadata("num-envs", "0");  // invalid: a server that is there after all refuses it
   const auto stream = rpcenv::RPCEnvServer::NewStub(channel_)->StreamingEnv(&context);
   rpcenv::Step step;
   stream->Read(&step);
@@ -137,7 +137,7 @@ const rpcenv::Step& EnvStream::read() {
   deadline_ = 0;
   if (!step_.error().empty()) {
     std::string error = step_.error();
-    if (error.size() > kMaxErrorBytes) {  // the end of a traceback says what it was
+    if (error.size() > kMaxErrorBytes) {  // the end of a traceback has the error
       error = "..." + error.substr(error.size() - kMaxErrorBytes);
     }
     throw EnvironmentError("the environment server at " + address_ + " says: " + error);
@@ -149,7 +149,7 @@ void EnvStream::refuse(const std::string& reason) {
   rpcenv::Action action;
   action.set_refusal(reason);
   begin_wait(kGrace);
-  // Cancelled at once, the message could be lost: wait until the server has ended the stream.
+  // If cancelled now, the message could be lost: wait until the server has ended the stream.
   if (stream_->Write(action)) stream_->Read(&step_);
   deadline_ = 0;
 }
@@ -174,14 +174,14 @@ void EnvStream::cancel_if_late() {
 }
 
 void EnvStream::extend(Clock::duration time) {
-  Clock::rep deadline = deadline_;  // which the stream's thread may change meanwhile
+  Clock::rep deadline = deadline_;  // the stream's thread may change it meanwhile
   while (deadline != 0 && !deadline_.compare_exchange_weak(deadline, deadline + time.count())) {
   }
 }
 
 void EnvStream::fail() {
   const bool too_slow = late_;
-  // A message that cannot be read leaves the stream open, and its end could be long in coming.
+  // A malformed message leaves the stream open, so that Finish() could block for long.
   begin_wait(kGrace);
   const grpc::Status status = stream_->Finish();
   deadline_ = 0;
@@ -191,7 +191,7 @@ void EnvStream::fail() {
   }
   if (late_) {
     throw ConnectionError("the environment server at " + address_ +
-                          " sent what cannot be read, or did not end its stream");
+                          " sent a malformed message, or did not end its stream");
   }
   if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) {
     throw TimeoutError("the environment server at " + address_ + " did not answer in time");

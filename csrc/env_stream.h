@@ -22,19 +22,19 @@ class EnvStream {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Throws std::invalid_argument for credentials that make no sense.
+  // Throws std::invalid_argument for invalid credentials.
   EnvStream(std::string address, const StreamOptions& options, const Credentials& credentials);
   ~EnvStream();
   EnvStream(const EnvStream&) = delete;
   EnvStream& operator=(const EnvStream&) = delete;
 
   // Connect and return the server's first message, which has a handshake of our protocol version
-  // and comes once the environments are made. Throws TimeoutError, ConnectionError, of which
-  // RefusedError where the server does not take our token.
+  // and comes once the environments are made. Throws TimeoutError, ConnectionError and, for a wrong
+  // token, protocol version or number of environments, RefusedError.
   const rpcenv::Step& open(std::chrono::duration<double> connect_timeout,
                            std::chrono::duration<double> answer_timeout);
 
-  // End the whole stream after this time. To be called before open().
+  // Set a timeout for the whole stream. To be called before open().
   void limit(std::chrono::duration<double> timeout);
 
   // Send actions [1, N, ...]. Throws ConnectionError.
@@ -46,14 +46,14 @@ class EnvStream {
   // Send the reason why this server is not used, and end the stream. To be called after open().
   void refuse(const std::string& reason);
 
-  // Have open(), write() and read() fail soon.
+  // Make open(), write() and read() fail soon.
   void cancel();
 
-  // Cancel if what goes on has taken longer than its timeout. To be called now and then, since a
-  // synchronous stream has no time limit of its own for a message.
+  // Cancel if the current open(), write() or read() is past its timeout. To be called periodically,
+  // since gRPC's synchronous streams have no timeout for a single message.
   void cancel_if_late();
 
-  // Give what goes on so much more time: nobody could answer while this process was stopped.
+  // Extend the current timeout, by the time for which this process was stopped.
   void extend(Clock::duration time);
 
  private:
@@ -65,13 +65,13 @@ class EnvStream {
   std::shared_ptr<grpc::Channel> channel_;
   grpc::ClientContext context_;
   std::unique_ptr<grpc::ClientReaderWriter<rpcenv::Action, rpcenv::Step>> stream_;
-  // Used again for each message, since their memory is.
+  // Reused for each message, to reuse their memory.
   rpcenv::Step step_;
   rpcenv::Action action_;
 
   std::atomic<bool> cancelled_{false};
   std::atomic<bool> late_{false};
-  std::atomic<Clock::rep> deadline_{0};  // ticks of Clock; 0: none
+  std::atomic<Clock::rep> deadline_{0};  // in ticks of Clock; 0: none
 };
 
 }  // namespace torchbeast

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The errors that callers tell apart; module.cc says which Python exception each becomes.
+// Errors that callers distinguish; module.cc maps them to Python exceptions.
 #pragma once
 
 #include <chrono>
@@ -20,13 +20,13 @@ class AsyncError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A message breaks the protocol; says how.
+// A message violates the protocol.
 class WireError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// A server cannot be used; it may be worth another attempt.
+// A server cannot be used; another attempt may succeed.
 class ServerError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -38,7 +38,7 @@ class TimeoutError : public ServerError {
   using ServerError::ServerError;
 };
 
-// A server was lost, or broke the protocol.
+// A server was lost, or violated the protocol.
 class ConnectionError : public ServerError {
  public:
   using ServerError::ServerError;
@@ -56,7 +56,7 @@ class EnvironmentError : public ConnectionError {
   using ConnectionError::ConnectionError;
 };
 
-// A duration as error messages have it: "0.5 s".
+// A duration for error messages, such as "0.5 s".
 inline std::string seconds_text(std::chrono::duration<double> duration) {
   const std::string text = std::to_string(duration.count());
   return text.substr(0, text.find('.') + 2) + " s";

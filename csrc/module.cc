@@ -289,8 +289,7 @@ PYBIND11_MODULE(_C, m) {
       "largest integers, [2, ...], or an empty array [0, ...] for no limit.\n"
       "connect_timeout_s=60, step_timeout_s=300: limits on a server's time.\n"
       "tls: PEM texts: certificate of the authority that signed the servers' certificates, our "
-      "certificate, our key.\n"
-      "auth_token: token that the servers require.")
+      "certificate, our key.\nauth_token: token that the servers require.")
       .def(py::init(&make_actor_pool), py::arg("unroll_length"), py::arg("learner_queue"),
            py::arg("inference_batcher"), py::arg("env_server_addresses"),
            py::arg("initial_agent_state"))

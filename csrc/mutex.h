@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Mutex, lock and condition variable that clang's thread-safety analysis understands, which it does
-// not of the standard library's. csrc/check_thread_safety.sh runs the analysis.
+// Mutex, lock and condition variable for clang's thread-safety analysis, which does not understand
+// those of the standard library. csrc/check_thread_safety.sh runs the analysis.
 #pragma once
 
 #include <chrono>
@@ -12,9 +12,10 @@
 #else
 #define TB_THREAD_ANNOTATION(attribute)
 #endif
-// (absl has the plain names.) Of a member: read and written only while the mutex is held.
+// The prefix TB_ keeps these apart from absl's. For a member that is read and written only while
+// the mutex is held:
 #define TB_GUARDED_BY(mutex) TB_THREAD_ANNOTATION(guarded_by(mutex))
-// Of a function: called only while the mutex is held.
+// For a function that is called only while the mutex is held:
 #define TB_REQUIRES(mutex) TB_THREAD_ANNOTATION(requires_capability(mutex))
 
 namespace torchbeast {
@@ -39,8 +40,8 @@ class TB_THREAD_ANNOTATION(scoped_lockable) Lock {
   std::unique_lock<std::mutex> lock_;
 };
 
-// Waits may end early: call them in a loop that checks what is waited for. (A predicate would be a
-// lambda, of which the analysis does not know that the mutex is held.)
+// Waits may end early: call them in a loop that checks the condition. (They take no predicate: the
+// analysis does not know that a lambda is called with the mutex held.)
 class Condition {
  public:
   void wait(Lock& lock) { variable_.wait(lock.lock_); }

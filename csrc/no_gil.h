@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Code that runs without the GIL, which other Python threads can then take.
+// A scope without the GIL, for code that can wait.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,8 +9,9 @@
 
 namespace torchbeast {
 
-// Gives up the GIL, and takes it back unless the interpreter is ending: then the thread that asks
-// for it would be unwound through destructors that must not throw, so it rests instead.
+// Releases the GIL, and takes it again at the end of the scope. While the interpreter is
+// finalizing, Python would unwind a thread that asks for the GIL, through destructors that must not
+// throw: such a thread sleeps forever instead.
 class NoGil {
  public:
   NoGil() : state_(PyEval_SaveThread()) {}

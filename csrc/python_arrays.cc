@@ -41,7 +41,7 @@ struct Torch {
 };
 
 const Torch& torch() {
-  // Not a static of C++, whose lock would be held while the import waits for the GIL.
+  // Not a C++ static: its lock would be held while the import waits for the GIL.
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Torch> functions;
   return functions
       .call_once_and_store_result([] {
@@ -61,7 +61,7 @@ py::object export_dlpack(py::handle object) {
     try {
       return object.attr("__dlpack__")();
     } catch (py::error_already_set& error) {
-      // NumPy exports no array that is read-only.
+      // NumPy does not export read-only arrays.
       if (!error.matches(PyExc_BufferError) || !py::hasattr(object, "copy")) throw;
       return object.attr("copy")().attr("__dlpack__")();
     }
@@ -77,7 +77,7 @@ Array import_dlpack(py::handle object) {
   auto* managed =
       static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (managed == nullptr) throw py::error_already_set();
-  // From here on the tensor is ours to free.
+  // From here on we own the tensor.
   PyCapsule_SetName(capsule.ptr(), "used_dltensor");
   const std::shared_ptr<dlpack::ManagedTensor> owner(managed, [](dlpack::ManagedTensor* tensor) {
     if (tensor->deleter != nullptr) tensor->deleter(tensor);
@@ -115,7 +115,7 @@ Array import_dlpack(py::handle object) {
   return array;
 }
 
-// What a tensor that we give out keeps alive.
+// The data that an exported tensor keeps alive.
 struct Export {
   dlpack::ManagedTensor managed;
   Array array;
@@ -155,7 +155,7 @@ py::object export_array(const Array& array) {
   return torch().from_dlpack(capsule);
 }
 
-// Memory that GPUs copy from by themselves; torch allocates it.
+// Pinned memory, allocated by torch.
 MemoryPool::Block allocate_pinned(size_t num_bytes) {
   py::gil_scoped_acquire gil;
   const py::module_ torch = py::module_::import("torch");

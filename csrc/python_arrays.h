@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between Python's tensors and our arrays, by DLPack. All of it needs the GIL.
+// Converts between Python's tensors and our arrays, by DLPack. All of it needs the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,9 +11,10 @@
 
 namespace torchbeast {
 
-// Arrays on the memory of torch tensors (or of what else has __dlpack__, as NumPy's arrays do) in a
-// nest of tuples, lists and dicts. Tensors that are not in C order are copied; gradients do not
-// follow. Raises TypeError for other leaves, ValueError for other devices and dtypes.
+// Arrays that share the memory of torch tensors (or of other objects with __dlpack__, such as
+// NumPy's arrays) in a nest of tuples, lists and dicts. Tensors that are not in C order are copied;
+// gradients are dropped. Raises TypeError for other leaves, ValueError for other devices and
+// dtypes.
 Nest<Array> from_python(pybind11::handle nest);
 
 // Torch tensors that share the memory of the arrays.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between Python's nests (tuples, lists and dicts) and ours. All of it needs the GIL.
+// Converts between Python's nests (tuples, lists and dicts) and ours. All of it needs the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>

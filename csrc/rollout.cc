@@ -22,17 +22,18 @@ void copy_row(const ArrayView& row, const Array& buffer, int64_t t) {
   }
 }
 
-// Whether `row` fits into `buffer` behind so many leading dimensions of its own.
+// Whether `row`, without its first `leading` dimensions, is like a row of `buffer`.
 bool fits(const ArrayView& row, const Array& buffer, size_t leading) {
   return row.dtype == buffer.dtype && row.shape.size() + 1 == buffer.shape.size() + leading &&
          std::equal(row.shape.begin() + static_cast<int64_t>(leading), row.shape.end(),
                     buffer.shape.begin() + 1, buffer.shape.end());
 }
 
-// Throws WireError where the arrays of a row, [N, ...], are not as the ranges say.
+// Throws WireError where the arrays of a row, [N, ...], differ from their ranges in structure,
+// dtype or shape.
 void check_space(const std::string& key, const Nest<ArrayView>& nest, const Nest<Array>& ranges) {
   if (!nest.same_structure(ranges))
-    throw WireError("the structure of " + key + " is not its space's");
+    throw WireError("the structure of " + key + " is not that of its space");
   const std::vector<ArrayView> arrays = nest.flatten();
   size_t i = 0;
   ranges.for_each([&](const Array& range) {
@@ -130,7 +131,8 @@ void Rollout::check_ranges(int64_t t) const {
     rows_.at(key).for_each([&, &name = key](const Array& buffer) {
       const ArrayView range = ranges[leaf++].view();
       if (range.shape[0] == 0) return;
-      const size_t count = range.num_bytes() / size_of(range.dtype) / 2;  // of one environment
+      const size_t count =
+          range.num_bytes() / size_of(range.dtype) / 2;  // numbers of one environment
       const Array row_array = buffer.row(t);
       const ArrayView row = row_array.view();
       for (size_t i = 0; i < count; ++i) {
@@ -167,7 +169,7 @@ void Rollout::check_last_action(int64_t t, const Nest<Array>* sent) const {
   const size_t item = size_of(theirs.dtype);
   const size_t count = theirs.num_bytes() / item / static_cast<size_t>(num_envs_);
   for (size_t i = 0; i < count * static_cast<size_t>(num_envs_); ++i) {
-    // What was sent after the last row of an episode was given to no environment.
+    // An action sent after the last row of an episode reaches no environment.
     const bool is_ignored =
         (truncated.data.get()[i / count] | terminated.data.get()[i / count]) != std::byte{0};
     const ArrayView expected = is_ignored ? before.view() : ours;
@@ -209,7 +211,7 @@ void Rollout::set_agent_outputs(int64_t t, const Nest<Array>& outputs) {
   });
 }
 
-// Have buffers of so many rows, of which the first is row t of those until now.
+// Replace the buffers by new ones of `num_rows` rows, the first of which is row t of the old ones.
 void Rollout::begin_buffers(int64_t t, int64_t num_rows) {
   const auto begin = [&](const Array& old) {
     Shape shape = old.shape;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rollout that a stream is writing.
+// The rollout that an actor is filling.
 #pragma once
 
 #include <cstdint>
@@ -12,40 +12,42 @@
 
 namespace torchbeast {
 
-// T + 1 rows of N environments, each array [T + 1, N, ...] in memory of its own, which is written
-// in place and handed on as it is. One thread.
+// T + 1 rows of N environments: arrays [T + 1, N, ...] that are filled row by row and handed on
+// without a copy. For one thread.
 class Rollout {
  public:
-  // Of keys of a row, what they may hold: for each array [N, ...], [2, ...] of the least and the
-  // largest integers, or [0, ...] where there is no limit.
+  // Limits by keys of a row: for each array [N, ...], [2, ...] of the smallest and the largest
+  // integers, or [0, ...] for no limit. They fix structure, dtype and shape, too.
   using Ranges = Nest<Array>::Dict;
 
   // With `dict_outputs`, env outputs are a dict by all keys of a row; else the tuple
   // (frame, reward, done, episode_step, episode_return).
   //
-  // `first` is the first message of the stream and makes row 0; its shapes hold from here on. With
-  // an `actor`, rows hold it under that key. Throws WireError, as set_env_outputs does.
+  // `first` is the first message of the stream and becomes row 0; later rows must have its shapes.
+  // An `actor` is added to rows under that key. Throws WireError as set_env_outputs does, and if
+  // the rollout does not fit into memory.
   Rollout(int64_t unroll_length, bool dict_outputs, const rpcenv::Step& first,
           std::shared_ptr<MemoryPool> pool, std::optional<int32_t> actor = std::nullopt,
           Ranges ranges = {});
 
-  // Env outputs of row t, [1, N, ...]: views, to be read only.
+  // Env outputs of row t, [1, N, ...]: views, not to be changed.
   Nest<Array> env_outputs(int64_t t) const;
 
-  // Throws WireError where the row is not like the first one, has numbers outside the ranges, or
-  // (with `dict_outputs`) names another last action than `sent`, [1, N, ...], or 0 in the very
-  // first row. What is no such array is not compared.
+  // Throws WireError for a row that differs from the first one in structure, dtype or shape, has
+  // numbers outside the ranges, or (with `dict_outputs`) a last action other than `sent`, [1, N,
+  // ...]; in the very first row, other than 0. Without such an array, last actions are not
+  // compared.
   void set_env_outputs(int64_t t, const rpcenv::Step& step, const Nest<Array>* sent = nullptr);
 
-  // `outputs` are [1, N, ...], for t > 0. Throws std::invalid_argument where they are not, or are
-  // not like the first ones. In row 0 of the first rollout there are zeros.
+  // `outputs` are [1, N, ...], for t > 0. Throws std::invalid_argument for other shapes, and where
+  // they differ from the first ones. Row 0 of the first rollout holds zeros.
   void set_agent_outputs(int64_t t, const Nest<Array>& outputs);
 
-  // Return (env outputs, agent outputs); of these, a copy of the last row alone is kept.
+  // Return (env outputs, agent outputs), and keep only a copy of their last row.
   Nest<Array> finish();
 
-  // Begin the next rollout with that row. To be called once the finished one is in the queue: each
-  // stream that waits for room there would hold the memory of two.
+  // Begin the next rollout with that row. To be called once the finished one is in the queue:
+  // before, each stream that waits for room there would hold the memory of two rollouts.
   void begin();
 
   int64_t num_envs() const { return num_envs_; }

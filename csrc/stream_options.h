@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a stream asks of its server, as gRPC metadata (rpcenv.proto).
+// Options of a stream, which it sends to its server as gRPC metadata (rpcenv.proto).
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 namespace torchbeast {
 
 struct StreamOptions {
-  std::optional<int64_t> num_envs;  // else as many as the server likes
-  std::string seed;                 // ints separated by commas; else of the server's choice
+  std::optional<int64_t> num_envs;  // unset: the server's choice
+  std::string seed;                 // integers separated by commas; empty: the server's choice
   bool newest_frame_only = false;
   bool truncated_rows = false;
 };

@@ -18,26 +18,27 @@ ArrayView view_of(const std::string& data, DType dtype, Shape shape) {
 }
 
 void check_bools(const std::string& data, const std::string& what) {
-  // Any other value breaks what is compiled from comparisons.
+  // Compiled code may misbehave with other values.
   if (std::any_of(data.begin(), data.end(), [](char c) { return (c & ~1) != 0; })) {
     throw WireError(what + " is bool, but holds bytes other than 0 and 1");
   }
 }
 
-// Whether a float is larger than `largest`, whose bits these are, or an infinity or a NaN.
+// Whether any float is an infinity, a NaN or of a larger magnitude than the one with bits
+// `largest`.
 template <class Bits>
 bool any_exceeds(const ArrayView& array, Bits largest) {
   constexpr auto kMagnitude = static_cast<Bits>(std::numeric_limits<Bits>::max() / 2);
-  bool exceeds = false;  // without a branch, so that the compiler can take several at once
+  bool exceeds = false;  // no branch, so that the compiler can vectorize the loop
   for (size_t i = 0; i < array.num_bytes(); i += sizeof(Bits)) {
     Bits bits;
-    std::memcpy(&bits, array.data + i, sizeof(Bits));  // which need not be aligned
+    std::memcpy(&bits, array.data + i, sizeof(Bits));  // may be unaligned
     exceeds |= (bits & kMagnitude) > largest;
   }
   return exceeds;
 }
 
-// Of float64, too, nets make float32.
+// float64 must fit into float32, since nets convert it.
 void check_finite(const ArrayView& array, const std::string& what) {
   const bool exceeds = array.dtype == DType::kFloat16   ? any_exceeds<uint16_t>(array, 0x7bff)
                        : array.dtype == DType::kFloat32 ? any_exceeds<uint32_t>(array, 0x7f7fffff)
@@ -47,7 +48,7 @@ void check_finite(const ArrayView& array, const std::string& what) {
   if (exceeds) throw WireError(what + " has numbers that are not finite (as float32)");
 }
 
-// `num_items` counts those of the whole nest.
+// *num_items counts the items of the whole nest.
 Nest<ArrayView> decode_nest(const rpcenv::Nest& message, int depth, int* num_items) {
   if (depth > kMaxNestDepth) {
     throw WireError("a nest is more than " + std::to_string(kMaxNestDepth) + " levels deep");
@@ -110,12 +111,12 @@ ArrayView decode(const rpcenv::Array& message) {
     throw WireError("an array has the unknown dtype " + std::to_string(message.dtype()));
   }
   if (message.shape_size() > kMaxNestDepth) throw WireError("an array has too many dimensions");
-  // The enum on the wire and DType count alike.
+  // The enum on the wire and DType have the same numbers.
   const auto dtype = static_cast<DType>(message.dtype());
   const Shape shape(message.shape().begin(), message.shape().end());
   size_t count = 1;
   for (const int64_t size : shape) {
-    // No message is longer than kMaxMessageBytes; the product of sizes must not overflow before.
+    // No message is longer than kMaxMessageBytes, and the product of sizes must not overflow.
     if (size < 0 || size > kMaxMessageBytes) {
       throw WireError("an array's shape has the size " + std::to_string(size));
     }
