@@ -46,9 +46,8 @@ namespace {
 using Arrays = Nest<Array>;
 using Views = Nest<ArrayView>;
 
-// Memory that a message may cost. Parsed, it is a multiple of its length: an empty item takes two
-// bytes of a message and 56 + 8 of memory. Beyond that there are the rows that it makes, and
-// kilobytes.
+// Limits of the memory that a message may take. Parsing takes a multiple of its length: an empty
+// item is two bytes in a message and 56 + 8 in memory. kSmall is for what does not depend on it.
 constexpr int64_t kParsedTimes = 80;
 constexpr int64_t kSmall = 512 << 10;
 // Where a message ends too early, protobuf may have made room for a string as long as it promised,
@@ -81,7 +80,7 @@ void count_free(const volatile void* pointer) {
 }
 #endif
 
-// What may be taken while this lives.
+// Aborts at its end if more than `limit` bytes were taken during its life.
 class Limit {
  public:
   Limit(const char* what, int64_t limit) : what_(what), limit_(limit), before_(num_bytes) {
@@ -102,7 +101,7 @@ class Limit {
   const int64_t before_;
 };
 
-// The first words of an error, without what differs from message to message.
+// The first words of an error, with # for numbers.
 std::string kind_of(const std::string& error) {
   std::istringstream words(error);
   std::string kind, word;
@@ -138,7 +137,7 @@ void check_round_trip(const rpcenv::Nest& message) {
   REQUIRE(same(decode(again), nest));
 }
 
-// The stacks that a stream's messages say, made in the plainest way.
+// The whole stacks of a stream's frames, restored in the simplest way.
 class Stacks {
  public:
   std::string add(const rpcenv::Step& step, size_t num_envs) {
@@ -166,7 +165,7 @@ class Stacks {
   std::vector<std::string> stacks_;
 };
 
-// Check that `row`, [1, N, ...], is what the message says.
+// Check that `row`, [1, N, ...], holds the data of the message.
 void check_row(const Arrays::Dict& row, const rpcenv::Step& step, const std::string* stacks) {
   const auto bytes = [](const Array& array) {
     return std::string(reinterpret_cast<const char*>(array.data.get()), array.num_bytes());
@@ -211,7 +210,7 @@ void take(const rpcenv::Step& step, int64_t t, const Stream& stream,
 // One stream, from its first message to the first that is refused.
 void play(const Stream& stream) {
   const auto pool = std::make_shared<MemoryPool>();
-  rpcenv::Step step;  // for all, as a stream's reader has it
+  rpcenv::Step step;  // reused for all messages, as in EnvStream
   std::optional<Rollout> rollout;
   std::optional<Stacks> stacks;
   std::string stacked;

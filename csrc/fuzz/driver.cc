@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// In place of libFuzzer, which only clang has:
+// A driver in place of libFuzzer, which only clang has:
 //
 //   fuzz [malformed messages, 20000] [number of the first stream, 0]
 //
-// Stream after stream, each made from its number alone, until so many messages were refused.
+// Plays streams, each made from its number alone, until that many messages were refused.
 #include <algorithm>
 #include <csignal>
 #include <cstdint>
@@ -21,10 +21,10 @@ using torchbeast::Stream;
 
 namespace {
 
-// With fewer messages than this, some ways to be refused may not come up.
+// With fewer messages than this, some kinds of refusal may not occur.
 constexpr uint64_t kEnough = 20'000;
 
-// Every way to be refused that a message has; those of a row's ten fields are alike.
+// Every kind of refusal of a message; the ten fields of a row are represented by some.
 constexpr const char* kRefusals[] = {
     "not a Step",
     "a nest is more than",
@@ -65,17 +65,17 @@ constexpr const char* kRefusals[] = {
 
 const char* program;
 unsigned long long number;  // of the stream
-Random dice;                // for all that is done to it
+Random dice;                // makes and spoils the stream
 
 void tell_where(int signal) {
-  std::fprintf(stderr, "That was stream %llu; once more: %s 1 %llu\n", number, program, number);
+  std::fprintf(stderr, "Failed in stream %llu; to repeat it: %s 1 %llu\n", number, program, number);
   std::signal(signal, SIG_DFL);
   std::raise(signal);
 }
 
 void read(const Stream& stream) {
   const std::string packed = torchbeast::pack(stream);
-  // In memory that ends where the bytes do, so that the address sanitizer sees what reads beyond.
+  // In memory that ends where the bytes do, so that the address sanitizer sees reads beyond.
   const std::vector<uint8_t> bytes(packed.begin(), packed.end());
   LLVMFuzzerTestOneInput(bytes.data(), bytes.size());
 }
@@ -123,7 +123,7 @@ int main(int argc, char** argv) {
   const uint64_t wanted = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : kEnough;
   const uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;
   LLVMFuzzerInitialize(&argc, &argv);
-  std::signal(SIGABRT, tell_where);  // sanitizers end so too with abort_on_error=1
+  std::signal(SIGABRT, tell_where);  // sanitizers abort, too, with abort_on_error=1
   for (number = first; counts().malformed < wanted; ++number) play();
   std::fprintf(stderr, "%llu streams\n", number - first);
   if (wanted < kEnough) return 0;

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <utility>
 
@@ -29,25 +28,19 @@ std::string random_bytes(size_t size, Random& random) {
   return bytes;
 }
 
-std::string random_bools(size_t size, Random& random) {
-  std::string bools(size, '\0');
-  for (char& byte : bools) byte = static_cast<char>(random() % 2);
-  return bools;
-}
-
-// Numbers of `item` bytes, the last one masked: 0xbf makes floats finite, 0x7f counts.
+// Numbers of `item` bytes, the last one masked: 0xbf makes finite floats, 0x7f counts, 1 bools.
 std::string random_numbers(size_t size, size_t item, int mask, Random& random) {
   std::string bytes = random_bytes(size, random);
   for (size_t i = item - 1; i < size; i += item) bytes[i] = static_cast<char>(bytes[i] & mask);
   return bytes;
 }
 
-// Data as the dtype and the shape of `array` want them.
+// Random data of the dtype and the shape of `array`.
 void fill(rpcenv::Array* array, Random& random) {
   const auto dtype = static_cast<DType>(array->dtype());
   const Shape shape(array->shape().begin(), array->shape().end());
   const size_t size = Array{dtype, shape, nullptr}.num_bytes();
-  array->set_data(dtype == DType::kBool      ? random_bools(size, random)
+  array->set_data(dtype == DType::kBool      ? random_numbers(size, 1, 1, random)
                   : dtype >= DType::kFloat16 ? random_numbers(size, size_of(dtype), 0xbf, random)
                                              : random_bytes(size, random));
 }
@@ -75,12 +68,12 @@ void choose_nest(int64_t num_envs, int depth, Random& random, rpcenv::Nest* nest
 void fill_fields(int64_t num_envs, Random& random, rpcenv::Step* step) {
   const auto n = static_cast<size_t>(num_envs);
   step->set_reward(random_numbers(4 * n, 4, 0xbf, random));
-  step->set_done(random_bools(n, random));
-  step->set_truncated(random_bools(n, random));
-  step->set_terminated(random_bools(n, random));
+  step->set_done(random_numbers(n, 1, 1, random));
+  step->set_truncated(random_numbers(n, 1, 1, random));
+  step->set_terminated(random_numbers(n, 1, 1, random));
   step->set_episode_return(random_numbers(4 * n, 4, 0xbf, random));
   step->set_episode_step(random_numbers(4 * n, 4, 0x7f, random));
-  step->set_game_done(random_bools(n, random));
+  step->set_game_done(random_numbers(n, 1, 1, random));
   step->set_game_return(random_numbers(4 * n, 4, 0xbf, random));
   step->set_game_step(random_numbers(4 * n, 4, 0x7f, random));
   step->set_last_action(step->has_handshake() ? std::string(8 * n, '\0')
@@ -90,16 +83,8 @@ void fill_fields(int64_t num_envs, Random& random, rpcenv::Step* step) {
 int64_t odd_number(Random& random) {
   static constexpr int64_t kSmall[] = {0, 1, 2, 3, 4, 5, -1, 12, 31, 33, 255, 256};
   if (one_in(2, random)) return kSmall[random() % std::size(kSmall)];
-  static constexpr int64_t kLarge[] = {1 << 20,
-                                       1 << 28,
-                                       (1 << 28) + 1,
-                                       int64_t{1} << 31,
-                                       int64_t{1} << 32,
-                                       int64_t{1} << 60,
-                                       std::numeric_limits<int32_t>::min(),
-                                       std::numeric_limits<int64_t>::max(),
-                                       std::numeric_limits<int64_t>::min()};
-  return kLarge[random() % std::size(kLarge)];
+  const uint64_t power = uint64_t{1} << random() % 64;  // limits are near one
+  return static_cast<int64_t>(power + random() % 3 - 1);
 }
 
 std::string spoiled(std::string text, Random& random) {
@@ -119,9 +104,8 @@ std::string spoiled(std::string text, Random& random) {
     case 4:
       if (!text.empty()) text[random() % text.size()] = static_cast<char>(random() % 2);
       break;
-    case 5:  // a number that is none, where it is a float
-      std::fill(text.end() - static_cast<int64_t>(std::min<size_t>(text.size(), 4)), text.end(),
-                '\xff');
+    case 5:  // a NaN, if the bytes are a float
+      std::fill_n(text.rbegin(), std::min<size_t>(text.size(), 4), '\xff');
       break;
     default:
       if (!text.empty()) text[random() % text.size()] = static_cast<char>(random());
@@ -129,7 +113,7 @@ std::string spoiled(std::string text, Random& random) {
   return text;
 }
 
-// `message` and all in it.
+// `message` and all messages in it.
 void list_messages(Message* message, std::vector<Message*>* all) {
   all->push_back(message);
   const Reflection* reflection = message->GetReflection();
@@ -147,8 +131,8 @@ void list_messages(Message* message, std::vector<Message*>* all) {
   }
 }
 
-// Set the field, or add to it where it is repeated: what is there now, changed, or something else.
-// `donor` is a message to copy, if it is of the right kind.
+// Set the field, or add to it where it is repeated: a changed copy of its value, or another value.
+// `donor` is a message to copy, if its type is that of the field.
 void put(Message* message, const FieldDescriptor* field, const Message& donor, Random& random) {
   const Reflection* reflection = message->GetReflection();
   const bool add = field->is_repeated();
@@ -156,10 +140,11 @@ void put(Message* message, const FieldDescriptor* field, const Message& donor, R
   const int index = size > 0 ? static_cast<int>(random() % static_cast<uint64_t>(size)) : -1;
   switch (field->cpp_type()) {
     case FieldDescriptor::CPPTYPE_INT64: {  // repeated, as in Array.shape
-      const bool copy = index >= 0 && one_in(4, random);
-      reflection->AddInt64(
-          message, field,
-          copy ? reflection->GetRepeatedInt64(*message, field, index) : odd_number(random));
+      int64_t number = odd_number(random);
+      if (index >= 0 && one_in(4, random)) {
+        number = reflection->GetRepeatedInt64(*message, field, index);
+      }
+      reflection->AddInt64(message, field, number);
       break;
     }
     case FieldDescriptor::CPPTYPE_UINT32:
@@ -173,11 +158,8 @@ void put(Message* message, const FieldDescriptor* field, const Message& donor, R
       if (!add) text = reflection->GetString(*message, field);
       if (index >= 0) text = reflection->GetRepeatedString(*message, field, index);
       if (!add || one_in(2, random)) text = spoiled(std::move(text), random);
-      if (add) {
-        reflection->AddString(message, field, std::move(text));
-      } else {
-        reflection->SetString(message, field, std::move(text));
-      }
+      add ? reflection->AddString(message, field, std::move(text))
+          : reflection->SetString(message, field, std::move(text));
       break;
     }
     default: {
@@ -190,9 +172,8 @@ void put(Message* message, const FieldDescriptor* field, const Message& donor, R
 
 void spoil_field(Message* message, const Message& donor, Random& random) {
   const Reflection* reflection = message->GetReflection();
-  const auto num_fields = static_cast<uint64_t>(message->GetDescriptor()->field_count());
-  const FieldDescriptor* field =
-      message->GetDescriptor()->field(static_cast<int>(random() % num_fields));
+  const auto* type = message->GetDescriptor();
+  const FieldDescriptor* field = type->field(static_cast<int>(random() % type->field_count()));
   if (one_in(16, random)) return reflection->ClearField(message, field);
   if (!field->is_repeated()) return put(message, field, donor, random);
   const int size = reflection->FieldSize(*message, field);
@@ -311,13 +292,12 @@ Stream good_stream(Random& random, int64_t num_envs) {
       if (is_first) last_action->set_data(std::string(last_action->data().size(), '\0'));
       step.clear_last_action();
     }
-    step.clear_full();
     if (stack_size > 0) {
-      const auto n = static_cast<size_t>(num_envs);
-      step.set_is_full(is_first ? std::string(n, '\1') : random_bools(n, random));
-      const std::string& is_full = step.is_full();
+      step.set_is_full(is_first ? std::string(num_envs, '\1')
+                                : random_numbers(num_envs, 1, 1, random));
       *step.mutable_full() = observation->array();
-      step.mutable_full()->set_shape(0, std::count(is_full.begin(), is_full.end(), '\1'));
+      step.mutable_full()->set_shape(
+          0, std::count(step.is_full().begin(), step.is_full().end(), '\1'));
       step.mutable_full()->set_shape(1, stack_size * observation->array().shape(1));
       fill(step.mutable_full(), random);
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Streams of messages as a server may send them: good ones, and what can become of them.
+// Streams of messages as a server may send them: good ones and spoiled ones.
 #pragma once
 
 #include <cstddef>
@@ -12,19 +12,19 @@ namespace torchbeast {
 
 using Random = std::mt19937_64;
 
-// What a fuzzer changes is bytes: packed, a stream is a byte of options, and each message behind
-// its length. Any bytes can be unpacked.
+// Fuzzers change bytes: packed, a stream is a byte of options, then each message behind its length.
+// Any bytes can be unpacked.
 struct Stream {
   int64_t unroll_length = 1;
   bool dict_outputs = true;
-  std::vector<std::string> messages;  // each a serialized Step, or what is left of one
+  std::vector<std::string> messages;  // serialized Steps, perhaps spoiled
 };
 
 Stream unpack(const uint8_t* data, size_t size);
 std::string pack(const Stream& stream);
 
-// Nothing is wrong with it, unless it is for no environments: a handshake, and rows whose
-// observations are any nest, or stacks of frames.
+// A valid stream, unless num_envs is 0: a handshake, and rows whose observations are any nest or
+// stacks of frames.
 Stream good_stream(Random& random, int64_t num_envs);
 
 // Change one thing: a field of a message, a message, the bytes of one.

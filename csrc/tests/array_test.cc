@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "array.h"
 
+#include <array>
+#include <atomic>
 #include <cstring>
+#include <mutex>
+#include <random>
 #include <set>
 #include <stdexcept>
 #include <vector>
@@ -62,23 +66,45 @@ TEST(the_pool_takes_memory_from_the_allocator_it_is_given) {
   CHECK(freed == 1);
 }
 
-TEST(many_threads_may_use_one_pool) {
-  const auto pool = new_pool();
-  std::vector<std::unique_ptr<Thread>> threads;
-  for (int t = 0; t < 8; ++t) {
-    threads.push_back(std::make_unique<Thread>([&pool, t] {
-      std::vector<MemoryPool::Block> blocks;
-      for (size_t i = 0; i < 2000; ++i) {
-        blocks.push_back(pool->take(64 + i % 3 * 64));
-        std::memset(blocks.back().get(), t, 64);
-        if (i % 7 == 0) {
-          for (const auto& block : blocks) CHECK(block.get()[63] == std::byte(t));
-          blocks.clear();
-        }
+TEST(blocks_that_threads_hand_each_other_are_one_users_alone_and_all_are_freed) {
+  std::atomic<int64_t> num_blocks{0};
+  auto pool = std::make_shared<MemoryPool>([&](size_t size) {
+    ++num_blocks;
+    return MemoryPool::Block(new std::byte[size], [&](const std::byte* block) {
+      delete[] block;
+      --num_blocks;
+    });
+  });
+  struct Slot {
+    std::mutex mutex;
+    MemoryPool::Block block;
+    size_t size = 0;
+    int value = 0;
+  };
+  std::array<Slot, 8> slots;
+  Threads threads;
+  start(&threads, 4, [&slots, pool](size_t t) {
+    std::minstd_rand random(static_cast<unsigned>(t + 1));
+    for (int i = 0; i < 5000; ++i) {
+      size_t size = random() % (size_t{1} << random() % 14);
+      int value = static_cast<int>(random() % 256);
+      MemoryPool::Block block = pool->take(size);
+      std::memset(block.get(), value, size);
+      Slot& slot = slots[random() % slots.size()];
+      {
+        std::lock_guard lock(slot.mutex);
+        slot.block.swap(block);
+        std::swap(slot.size, size);
+        std::swap(slot.value, value);
       }
-    }));
-  }
-  for (auto& thread : threads) thread->join();
+      for (size_t k = 0; k < size; ++k) CHECK(block.get()[k] == std::byte(value));
+    }
+  });
+  pool.reset();  // the threads and the blocks keep it alive
+  join(&threads);
+  CHECK(num_blocks > 0);
+  for (Slot& slot : slots) slot.block.reset();
+  CHECK(num_blocks == 0);
 }
 
 TEST(every_dtype_has_a_size_and_a_name) {

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "batching_queue.h"
 
-#include <algorithm>
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <vector>
@@ -16,13 +14,12 @@ namespace {
 
 using Arrays = Nest<Array>;
 using Options = BatchingQueue::Options;
-using Threads = std::vector<std::unique_ptr<Thread>>;
 
 // Columns `begin` to `end` of [1, columns]: each holds its number.
 Array range(int64_t begin, int64_t end) {
   Values values;
   for (int64_t i = begin; i < end; ++i) values.push_back(i);
-  return int64_array({1, end - begin}, values);
+  return columns(values);
 }
 
 Values next(BatchingQueue& queue) {
@@ -119,16 +116,13 @@ TEST(after_the_timeout_a_batch_may_be_smaller) {
 
 TEST(what_another_consumer_leaves_below_the_minimum_times_out_too) {
   BatchingQueue queue({1, 3, 4, 10, std::nullopt}, new_pool());
-  std::atomic<int64_t> columns{0};
+  std::atomic<size_t> count{0};
   Threads consumers;
-  for (int i = 0; i < 2; ++i) {
-    consumers.push_back(
-        std::make_unique<Thread>([&] { columns += static_cast<int64_t>(next(queue).size()); }));
-  }
+  start(&consumers, 2, [&](size_t) { count += next(queue).size(); });
   CHECK(consumers[0]->is_blocked() && consumers[1]->is_blocked());
   queue.enqueue(range(0, 6));  // 4 for one; the other must notice that 2 are left
-  for (auto& consumer : consumers) consumer->join();
-  CHECK(columns == 6);
+  join(&consumers);
+  CHECK(count == 6);
 }
 
 TEST(enqueue_waits_while_the_queue_is_full) {
@@ -185,13 +179,10 @@ TEST(close_wakes_enqueue) {
   BatchingQueue queue({1, 1, 1, std::nullopt, 1}, new_pool());
   queue.enqueue(range(0, 1));
   Threads producers;
-  for (int i = 0; i < 3; ++i) {
-    producers.push_back(std::make_unique<Thread>(
-        [&] { CHECK_THROWS(ClosedError, (queue.enqueue(range(1, 2)), 0)); }));
-  }
+  start(&producers, 3, [&](size_t) { CHECK_THROWS(ClosedError, (queue.enqueue(range(1, 2)), 0)); });
   CHECK(producers[0]->is_blocked());
   queue.close();
-  for (auto& producer : producers) producer->join();
+  join(&producers);
 }
 
 TEST(close_wakes_dequeue_with_and_without_a_timeout) {
@@ -201,12 +192,10 @@ TEST(close_wakes_dequeue_with_and_without_a_timeout) {
       BatchingQueue queue({1, 2, 2, timeout_ms, std::nullopt}, new_pool());
       if (waiting > 0) queue.enqueue(range(0, waiting));
       Threads consumers;
-      for (int i = 0; i < 3; ++i) {
-        consumers.push_back(std::make_unique<Thread>([&] { CHECK(!queue.dequeue()); }));
-      }
+      start(&consumers, 3, [&](size_t) { CHECK(!queue.dequeue()); });
       CHECK(consumers[0]->is_blocked());
       queue.close();
-      for (auto& consumer : consumers) consumer->join();
+      join(&consumers);
     }
   }
 }
@@ -245,12 +234,10 @@ TEST(all_producers_that_there_is_room_for_get_in) {
   BatchingQueue queue({1, 4, 4, std::nullopt, 4}, new_pool());
   queue.enqueue(range(0, 4));
   Threads producers;
-  for (int i = 0; i < 4; ++i) {
-    producers.push_back(std::make_unique<Thread>([&, i] { queue.enqueue(range(i, i + 1)); }));
-  }
+  start(&producers, 4, [&](size_t) { queue.enqueue(range(0, 1)); });
   for (const auto& producer : producers) CHECK(producer->is_blocked());
   CHECK((next(queue) == Values{0, 1, 2, 3}));
-  for (auto& producer : producers) producer->join();
+  join(&producers);
   CHECK(queue.size() == 4);
 }
 
@@ -269,85 +256,6 @@ TEST(a_producer_that_is_cancelled_leaves_its_turn_to_the_next) {
   queue.wake();
   first.join();
   CHECK((next(queue) == Values{2}));
-}
-
-TEST(under_contention_every_column_arrives_once) {
-  constexpr int64_t kProducers = 6;
-  constexpr int64_t kColumns = 3000;  // of each
-  BatchingQueue queue({1, 1, 7, 1, 50}, new_pool());
-  std::mutex mutex;
-  Values seen;
-  Threads consumers;
-  for (int i = 0; i < 4; ++i) {
-    consumers.push_back(std::make_unique<Thread>([&] {
-      while (const std::optional<Arrays> batch = queue.dequeue()) {
-        const Values values = values_of(batch->front());
-        CHECK(!values.empty() && values.size() <= 7);
-        std::lock_guard lock(mutex);
-        seen.insert(seen.end(), values.begin(), values.end());
-      }
-    }));
-  }
-  Threads producers;
-  for (int64_t p = 0; p < kProducers; ++p) {
-    producers.push_back(std::make_unique<Thread>([&queue, p] {
-      int64_t begin = p * kColumns;
-      for (int64_t size = 1; begin < (p + 1) * kColumns; begin += size, size = size % 13 + 1) {
-        queue.enqueue(range(begin, std::min(begin + size, (p + 1) * kColumns)), true);
-      }
-    }));
-  }
-  for (auto& producer : producers) producer->join();
-  wait_until([&] {
-    std::lock_guard lock(mutex);
-    return seen.size() >= kProducers * kColumns;
-  });
-  queue.close();
-  for (auto& consumer : consumers) consumer->join();
-  std::sort(seen.begin(), seen.end());
-  CHECK(seen == values_of(range(0, kProducers * kColumns)));
-}
-
-TEST(one_consumer_sees_the_order_of_each_producer) {
-  BatchingQueue queue({1, 2, 5, 1, 20}, new_pool());
-  Threads producers;
-  for (int64_t p = 0; p < 4; ++p) {
-    producers.push_back(std::make_unique<Thread>([&queue, p] {
-      for (int64_t i = 0; i < 999; i += 3) queue.enqueue(range(p * 1000 + i, p * 1000 + i + 3));
-    }));
-  }
-  Values last(4, -1);
-  for (size_t count = 0; count < 4 * 999;) {
-    for (const int64_t value : next(queue)) {
-      CHECK(value % 1000 == last[static_cast<size_t>(value / 1000)] + 1);
-      last[static_cast<size_t>(value / 1000)] = value % 1000;
-      ++count;
-    }
-  }
-  for (auto& producer : producers) producer->join();
-}
-
-TEST(close_under_contention_ends_everyone) {
-  for (int round = 0; round < 20; ++round) {
-    BatchingQueue queue({1, 3, 4, round % 2 == 0 ? std::optional<int64_t>(1) : std::nullopt, 8},
-                        new_pool());
-    Threads threads;
-    for (int i = 0; i < 4; ++i) {
-      threads.push_back(std::make_unique<Thread>([&queue] {
-        try {
-          while (true) queue.enqueue(range(0, 2), true);
-        } catch (const ClosedError&) {
-        }
-      }));
-      threads.push_back(std::make_unique<Thread>([&queue] {
-        while (queue.dequeue()) {
-        }
-      }));
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(round));
-    queue.close();
-    for (auto& thread : threads) thread->join();
-  }
 }
 
 }  // namespace

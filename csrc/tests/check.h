@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tests of the core stand on. Each file is a program: TEST(promise) { ... }, no main.
+// Helpers of the core's tests. Each file is a program: TEST(promise) { ... }, no main.
 #pragma once
 
 #include <atomic>
@@ -60,7 +60,7 @@ inline bool list_test(const char* promise, void (*test)()) {
 int main() {
   for (const auto& [promise, test] : all_tests()) {
     std::printf("%s\n", promise);
-    std::fflush(stdout);  // so that it is known which one hangs
+    std::fflush(stdout);  // shows which test hangs
     test();
   }
 }
@@ -88,7 +88,7 @@ class Thread {
 
   bool is_finished() const { return finished_; }
 
-  // Long enough for a thread that does not wait to end.
+  // Waits long enough for a thread that is not blocked to end.
   bool is_blocked() const {
     std::this_thread::sleep_for(std::chrono::milliseconds(30));
     return !finished_;
@@ -97,8 +97,22 @@ class Thread {
  private:
   std::atomic<bool> finished_{false};
   std::exception_ptr error_;
-  std::thread thread_;  // the last one: it uses the others
+  std::thread thread_;  // last, since it uses the others
 };
+
+using Threads = std::vector<std::unique_ptr<Thread>>;
+
+// Start threads that call `function` with their number.
+inline void start(Threads* threads, size_t count, const std::function<void(size_t)>& function) {
+  for (size_t i = 0; i < count; ++i) {
+    threads->push_back(std::make_unique<Thread>([function, i] { function(i); }));
+  }
+}
+
+inline void join(Threads* threads) {
+  for (const auto& thread : *threads) thread->join();
+  threads->clear();
+}
 
 inline void wait_until(const std::function<bool()>& condition) {
   while (!condition()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -110,7 +124,7 @@ inline std::shared_ptr<torchbeast::MemoryPool> new_pool() {
   return std::make_shared<torchbeast::MemoryPool>();
 }
 
-// In memory that ends where the values do, so that the address sanitizer sees what reads beyond.
+// In memory that ends where the values do, so that the address sanitizer sees reads beyond.
 inline torchbeast::Array int64_array(torchbeast::Shape shape, const Values& values) {
   torchbeast::Array array{torchbeast::DType::kInt64, std::move(shape), nullptr};
   CHECK(array.num_bytes() == values.size() * sizeof(int64_t));
@@ -118,6 +132,11 @@ inline torchbeast::Array int64_array(torchbeast::Shape shape, const Values& valu
   if (!values.empty()) std::memcpy(memory.get(), values.data(), array.num_bytes());
   array.data = torchbeast::MemoryPool::Block(memory, memory.get());
   return array;
+}
+
+// [1, number of values]
+inline torchbeast::Array columns(const Values& values) {
+  return int64_array({1, static_cast<int64_t>(values.size())}, values);
 }
 
 inline Values values_of(const torchbeast::ArrayView& array) {

@@ -1,30 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "dynamic_batcher.h"
 
-#include <atomic>
-#include <chrono>
-#include <memory>
 #include <optional>
 #include <stdexcept>
-#include <vector>
 
-#include "batching_queue.h"
 #include "check.h"
 
 namespace torchbeast {
 namespace {
 
 using Arrays = Nest<Array>;
-using Threads = std::vector<std::unique_ptr<Thread>>;
 
 std::shared_ptr<DynamicBatcher> make(int64_t minimum, int64_t maximum,
                                      std::optional<int64_t> timeout_ms = std::nullopt) {
   return std::make_shared<DynamicBatcher>(DynamicBatcher::Options{1, minimum, maximum, timeout_ms},
                                           new_pool());
-}
-
-Array columns(const Values& values) {
-  return int64_array({1, static_cast<int64_t>(values.size())}, values);
 }
 
 Arrays doubled(const Arrays& inputs) {
@@ -39,22 +29,22 @@ Arrays doubled(const Arrays& inputs) {
 class Caller {
  public:
   Caller(std::shared_ptr<DynamicBatcher> batcher, Values values)
-      : outputs_(std::make_shared<Values>()), thread_([batcher, values, outputs = outputs_] {
-          *outputs = values_of(batcher->compute(columns(values)).front());
+      : thread_([this, batcher, values] {
+          outputs_ = values_of(batcher->compute(columns(values)).front());
         }) {}
 
   Values join() {
     thread_.join();
-    return *outputs_;
+    return outputs_;
   }
   bool is_blocked() const { return thread_.is_blocked(); }
 
  private:
-  const std::shared_ptr<Values> outputs_;
+  Values outputs_;
   Thread thread_;
 };
 
-// So that calls come in order.
+// Returns once the call is pending, so that calls come in order.
 std::unique_ptr<Caller> call(const std::shared_ptr<DynamicBatcher>& batcher, const Values& values) {
   const int64_t size = batcher->size();
   auto caller = std::make_unique<Caller>(batcher, values);
@@ -139,8 +129,7 @@ TEST(outputs_may_have_another_structure_and_an_empty_state) {
 
 TEST(what_a_caller_gets_is_nobody_elses_memory) {
   const auto batcher = make(2, 2);
-  Arrays first;
-  Arrays second;
+  Arrays first, second;
   Thread a([&] { first = batcher->compute(columns({1})); });
   Thread b([&] { second = batcher->compute(columns({1})); });
   const auto batch = batcher->next();
@@ -166,16 +155,7 @@ TEST(next_waits_for_the_minimum) {
   CHECK((b->join() == Values{6}));
 }
 
-TEST(after_the_timeout_a_batch_may_be_smaller) {
-  const auto batcher = make(3, 8, 10);
-  auto a = call(batcher, {1, 2});
-  const auto batch = batcher->next();
-  CHECK((values_of(batch->inputs().front()) == Values{1, 2}));
-  batch->set_outputs(batch->inputs());
-  CHECK((a->join() == Values{1, 2}));
-}
-
-TEST(the_timeout_counts_from_the_last_call) {
+TEST(a_smaller_batch_comes_a_timeout_after_the_last_call) {
   constexpr std::chrono::milliseconds kTimeout(300);
   const auto batcher = make(5, 8, kTimeout.count());
   auto a = call(batcher, {1});
@@ -195,21 +175,19 @@ TEST(calls_that_another_server_leaves_below_the_minimum_time_out_too) {
   std::atomic<int> served{0};
   std::atomic<bool> all_served{false};
   Threads servers;
-  for (int i = 0; i < 2; ++i) {
-    servers.push_back(std::make_unique<Thread>([&] {
-      const auto batch = batcher->next();
-      ++served;
-      // The first one is busy until the other has its batch too.
-      wait_until([&] { return served == 2 || all_served; });
-      batch->set_outputs(doubled(batch->inputs()));
-    }));
-  }
+  start(&servers, 2, [&](size_t) {
+    const auto batch = batcher->next();
+    ++served;
+    // The first one is busy until the other has its batch too.
+    wait_until([&] { return served == 2 || all_served; });
+    batch->set_outputs(doubled(batch->inputs()));
+  });
   CHECK(servers[0]->is_blocked() && servers[1]->is_blocked());
   auto a = std::make_unique<Caller>(batcher, Values{1, 2, 3});
   auto b = std::make_unique<Caller>(batcher, Values{4, 5});
   wait_until([&] { return served == 2; });
   all_served = true;
-  for (auto& server : servers) server->join();
+  join(&servers);
   CHECK((a->join() == Values{2, 4, 6}));
   CHECK((b->join() == Values{8, 10}));
 }
@@ -276,23 +254,16 @@ TEST(close_wakes_callers_that_wait_for_a_batch) {
   CHECK(batcher->size() == 0);
 }
 
-TEST(close_wakes_callers_whose_batch_is_being_answered) {
-  const auto batcher = make(1, 5);
-  auto a = call(batcher, {1});
-  const auto batch = batcher->next();
-  CHECK(a->is_blocked());
-  batcher->close();
-  CHECK_THROWS(ClosedError, a->join());
-  batch->set_outputs(batch->inputs());  // too late, and harmless
-}
-
-TEST(a_batch_may_be_dropped_after_close) {
-  const auto batcher = make(1, 5);
-  auto a = call(batcher, {1});
-  auto batch = batcher->next();
-  batcher->close();
-  batch.reset();
-  CHECK_THROWS(ClosedError, a->join());
+TEST(close_wakes_callers_whose_batch_is_taken_and_may_then_be_set_or_dropped) {
+  for (const bool is_set : {false, true}) {
+    const auto batcher = make(1, 5);
+    auto a = call(batcher, {1});
+    const auto batch = batcher->next();
+    CHECK(a->is_blocked());
+    batcher->close();
+    CHECK_THROWS(ClosedError, a->join());
+    if (is_set) batch->set_outputs(batch->inputs());
+  }
 }
 
 TEST(close_wakes_next_with_and_without_a_timeout) {
@@ -300,13 +271,11 @@ TEST(close_wakes_next_with_and_without_a_timeout) {
        {std::optional<int64_t>(), std::optional<int64_t>(1'000'000)}) {
     const auto batcher = make(2, 2, timeout_ms);
     Threads servers;
-    for (int i = 0; i < 3; ++i) {
-      servers.push_back(std::make_unique<Thread>([&] { CHECK(batcher->next() == nullptr); }));
-    }
+    start(&servers, 3, [&](size_t) { CHECK(batcher->next() == nullptr); });
     auto caller = call(batcher, {1});
     CHECK(servers[0]->is_blocked());
     batcher->close();
-    for (auto& server : servers) server->join();
+    join(&servers);
     CHECK_THROWS(ClosedError, caller->join());
   }
 }
@@ -353,65 +322,6 @@ TEST(a_batch_may_outlive_every_other_pointer_to_its_batcher) {
   batcher.reset();
   batch->set_outputs(batch->inputs());
   batch.reset();
-}
-
-TEST(under_contention_everybody_gets_the_right_answer) {
-  const auto batcher = make(4, 16, 1);
-  Threads servers;
-  for (int i = 0; i < 3; ++i) {
-    servers.push_back(std::make_unique<Thread>([&] {
-      int64_t count = 0;
-      while (const auto batch = batcher->next()) {
-        CHECK(count_columns(batch->inputs(), 1) <= 16);
-        if (++count % 50 == 0) continue;  // dropped
-        batch->set_outputs(doubled(batch->inputs()));
-      }
-    }));
-  }
-  std::atomic<int64_t> answered{0};
-  Threads callers;
-  for (int64_t c = 0; c < 16; ++c) {
-    callers.push_back(std::make_unique<Thread>([&batcher, &answered, c] {
-      for (int64_t i = 0; i < 300; ++i) {
-        Values values;
-        for (int64_t k = 0; k <= i % 5; ++k) values.push_back(c * 1'000'000 + i * 100 + k);
-        try {
-          const Values outputs = values_of(batcher->compute(columns(values)).front());
-          for (int64_t& value : values) value *= 2;
-          CHECK(outputs == values);
-          ++answered;
-        } catch (const AsyncError&) {
-        }
-      }
-    }));
-  }
-  for (auto& caller : callers) caller->join();
-  batcher->close();
-  for (auto& server : servers) server->join();
-  CHECK(answered > 16 * 300 / 2);
-}
-
-TEST(close_under_contention_ends_everyone) {
-  for (int round = 0; round < 20; ++round) {
-    const auto batcher = make(3, 4, round % 2 == 0 ? std::optional<int64_t>(1) : std::nullopt);
-    Threads threads;
-    for (int i = 0; i < 6; ++i) {
-      threads.push_back(std::make_unique<Thread>([&batcher] {
-        try {
-          while (true) batcher->compute(columns({1, 2}));
-        } catch (const ClosedError&) {
-        }
-      }));
-    }
-    for (int i = 0; i < 2; ++i) {
-      threads.push_back(std::make_unique<Thread>([&batcher] {
-        while (const auto batch = batcher->next()) batch->set_outputs(batch->inputs());
-      }));
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(round));
-    batcher->close();
-    for (auto& thread : threads) thread->join();
-  }
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "check.h"
+#include "steps.h"
 #include "wire.h"
 
 namespace torchbeast {
@@ -22,30 +23,11 @@ constexpr int64_t kNumEnvs = 2;       // N
 
 template <class T>
 std::string twice(T value) {
-  const T values[kNumEnvs] = {value, value};
-  return std::string(reinterpret_cast<const char*>(values), sizeof(values));
+  return repeated(kNumEnvs, value);
 }
 
 // Row `t` of all time: its number is everywhere.
-rpcenv::Step step_of(int t) {
-  rpcenv::Step step;
-  step.mutable_handshake()->set_num_envs(kNumEnvs);
-  rpcenv::Array* frame = step.mutable_observation()->mutable_array();
-  frame->set_dtype(rpcenv::INT64);
-  frame->add_shape(kNumEnvs);
-  frame->set_data(twice<int64_t>(t));
-  step.set_reward(twice<float>(static_cast<float>(t)));
-  step.set_done(twice<char>(t == 0));
-  step.set_truncated(twice<char>(0));
-  step.set_terminated(twice<char>(0));
-  step.set_episode_return(twice<float>(static_cast<float>(t)));
-  step.set_episode_step(twice<int32_t>(t));
-  step.set_game_done(twice<char>(0));
-  step.set_game_return(twice<float>(static_cast<float>(t)));
-  step.set_game_step(twice<int32_t>(t));
-  step.set_last_action(twice<int64_t>(t));
-  return step;
-}
+rpcenv::Step step_of(int64_t t) { return make_step(kNumEnvs, t); }
 
 // The agent's answer that leads to row t.
 Arrays agent_outputs(int64_t t) {
@@ -196,9 +178,7 @@ TEST(last_actions_of_floats_are_compared_bit_by_bit) {
   const auto refuses = [](const std::string& echoed, const Arrays& sent) {
     rpcenv::Step step = step_of(0);
     rpcenv::Array* last_action = step.mutable_last_action_array();
-    last_action->set_dtype(rpcenv::FLOAT32);
-    last_action->add_shape(kNumEnvs);
-    last_action->set_data(twice(0.0f));
+    *last_action = message(rpcenv::FLOAT32, {kNumEnvs}, twice(0.0f));
     Rollout rollout(kUnrollLength, true, step, new_pool());
     last_action->set_data(echoed);
     try {
@@ -289,12 +269,10 @@ TEST(stacked_frames_are_whole_in_every_row) {
     newest->add_shape(1);
     step.set_is_full(std::string(kNumEnvs, t == 0 ? '\1' : '\0'));
     if (t == 0) {
-      rpcenv::Array* full = step.mutable_full();
-      full->set_dtype(rpcenv::INT64);
-      full->add_shape(kNumEnvs);
-      full->add_shape(2);
       const int64_t values[] = {-1, 0, -1, 0};
-      full->set_data(std::string(reinterpret_cast<const char*>(values), sizeof(values)));
+      *step.mutable_full() =
+          message(rpcenv::INT64, {kNumEnvs, 2},
+                  std::string(reinterpret_cast<const char*>(values), sizeof(values)));
     }
     return step;
   };
