@@ -91,7 +91,7 @@ CASES = [  # a game, our options, and those of the reference
 
 
 @pytest.mark.parametrize(("env_id", "ours", "plain"), CASES)
-def test_frames_rewards_and_ends_equal_the_plain_pipeline_with_each_option(env_id, ours, plain):
+def test_each_option_gives_the_rows_of_the_plain_pipeline(env_id, ours, plain):
     env, reference = pipeline(env_id, **ours), Reference(env_id, **plain)
     rng = np.random.default_rng(7)
     np.testing.assert_array_equal(env.reset(seed=7)[0], reference.reset(seed=7))
@@ -145,7 +145,7 @@ def play_until_the_end(env):
     raise AssertionError("the game went on for too long")
 
 
-def test_a_lost_life_ends_the_episode_but_not_the_game_and_fire_goes_on_with_it():
+def test_a_lost_life_ends_the_episode_but_not_the_game():
     # A ball is lost, each time, only if FIRE was pressed.
     env = pipeline(BREAKOUT, episode_life=True, fire_reset=True)
     _, info = env.reset(seed=1)
@@ -183,13 +183,13 @@ class FakeGame(gym.Env):
         return self.resets, *rest, {"lives": lives}
 
 
-def test_lives_shown_as_none_before_the_end_do_not_end_the_episode_twice():
+def test_lives_of_zero_before_the_end_do_not_end_it_twice():
     env = EpisodicLife(FakeGame([(1, 0, False, False), (0, 0, False, False), (0, 0, True, False)]))
     env.reset()
     assert [env.step(0)[2] for _ in range(3)] == [True, False, True]
 
 
-def test_a_game_that_ends_in_the_idle_step_is_followed_by_a_new_one():
+def test_a_game_that_ends_in_the_idle_step_is_followed_by_one():
     game = FakeGame([(2, 0, False, False), (2, 0, False, True), (3, 0, False, False)])
     env = EpisodicLife(game)
     env.reset()
@@ -203,7 +203,7 @@ PLAYED, LOST = (3, 1, False, False), (2, 1, False, False)
 ENDED, CUT = (2, 1, True, False), (2, 1, False, True)
 
 
-def test_a_game_goes_on_with_one_idle_step_unless_a_seed_is_given():
+def test_a_game_goes_on_with_an_idle_step_unless_seeded():
     env = EpisodicLife(FakeGame([PLAYED, PLAYED]))
     assert [env.reset()[0] for _ in range(3)] == [1, 1, 1]  # the last two take a step each
     assert env.reset(seed=1)[0] == 2
@@ -213,7 +213,7 @@ def test_a_game_goes_on_with_one_idle_step_unless_a_seed_is_given():
     ("script", "resets"),
     [((PLAYED, PLAYED), 1), ((ENDED, PLAYED), 2), ((PLAYED, CUT), 2), ((CUT, ENDED), 3)],
 )
-def test_a_game_that_ends_by_fire_or_action_2_is_followed_by_a_new_one(script, resets):
+def test_a_game_that_ends_by_fire_or_action_2_is_followed_by_one(script, resets):
     env = FireReset(FakeGame(script))
     observation, info = env.reset(seed=1)
     assert observation == env.unwrapped.resets == resets
@@ -247,9 +247,7 @@ class Idle(gym.Wrapper):
         (lambda env: gym.wrappers.TimeLimit(env, 2), [PLAYED, PLAYED, ENDED, PLAYED], [2]),
     ],
 )  # fmt: skip
-def test_a_game_that_ends_within_reset_is_counted_and_the_next_one_begins_at_0(
-    make, wrap, script, games
-):
+def test_a_game_that_ends_within_reset_is_counted(make, wrap, script, games):
     environments = make(lambda: wrap(EpisodicLife(FakeGame(script))), 1, [1])
     row, found = environments.initial(), []
     frame = row["frame"][0]
@@ -295,7 +293,7 @@ def trajectory(env, seed, steps=100):
     return np.stack(rows)
 
 
-def test_a_seed_makes_idle_frames_sticky_actions_and_game_reproducible():
+def test_a_seed_makes_idle_frames_and_games_reproducible():
     kwargs = {"episode_life": True, "fire_reset": True, "sticky_actions": 0.25}
     env = pipeline(BREAKOUT, **kwargs)
     first = trajectory(env, 5)
@@ -330,7 +328,7 @@ def test_a_game_is_truncated_at_the_emulators_frame_limit():
         (lambda: wrap_pytorch(make_atari(PONG, grayscale=False)), (3, 210, 160)),
     ],
 )
-def test_observations_fit_their_space_are_contiguous_and_are_not_changed_later(create, shape):
+def test_observations_fit_their_space_and_are_not_changed_later(create, shape):
     env = create()
     kept = [env.reset(seed=1)[0]]
     copies = [kept[0].copy()]

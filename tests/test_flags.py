@@ -117,7 +117,7 @@ def test_a_flag_of_the_servers_alone_is_said_to_be_one(capsys):
     assert f"--insecure{hint.format('insecure')}" in capsys.readouterr().err
 
 
-def test_a_flag_whose_value_no_checkpoint_can_hold_is_refused_at_the_start(tmp_path):
+def test_a_flag_that_no_checkpoint_can_hold_is_refused_at_once(tmp_path):
     parser = create_parser()
     parser.add_argument("--roots", type=pathlib.Path, nargs="*")
     parser.add_argument("--root", type=pathlib.Path)
@@ -168,7 +168,7 @@ def test_a_run_is_named_as_one_folder_can_be(tmp_path, capsys, xpid, mode):
         parse(tmp_path, "--xpid " + 300 * "a")
 
 
-def test_a_new_run_whose_name_is_close_to_that_of_another_is_pointed_out(tmp_path, caplog):
+def test_a_new_run_named_much_like_another_is_pointed_out(tmp_path, caplog):
     save(parse(tmp_path, "--xpid pong-lstm"))
     save(parse(tmp_path, "--xpid sweep-1"))
     for xpid in ("pong-lstm", "breakout", "sweep-12"):
@@ -201,7 +201,7 @@ def test_flags_come_from_the_checkpoint_unless_given(tmp_path):
     assert parse(tmp_path, "", parser).xpid not in ("run", "other")
 
 
-def test_what_was_chosen_for_the_machine_is_chosen_anew_and_what_was_given_is_not(tmp_path):
+def test_choices_for_the_machine_are_made_anew_unless_given(tmp_path):
     arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
     flags = parse_flags(monobeast.parser, [*arguments, "--envs_per_actor", "8"])
     flags = monobeast.resolve(flags)
@@ -216,7 +216,7 @@ def test_what_was_chosen_for_the_machine_is_chosen_anew_and_what_was_given_is_no
     assert resumed.num_actors == 5
 
 
-def test_given_buffers_are_kept_on_resume_but_not_those_of_checkpoints_that_do_not_say(tmp_path):
+def test_given_buffers_are_kept_on_resume(tmp_path):
     arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
     flags = parse_flags(monobeast.parser, [*arguments, "--num_buffers", "100"])
     flags = monobeast.resolve(flags)
@@ -228,7 +228,7 @@ def test_given_buffers_are_kept_on_resume_but_not_those_of_checkpoints_that_do_n
     assert parse_flags(monobeast.parser, arguments).num_buffers is None
 
 
-def test_polybeasts_numbers_are_chosen_anew_too_and_kept_where_they_were_given(tmp_path):
+def test_polybeasts_choices_are_made_anew_unless_given(tmp_path):
     arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
     flags = parse_flags(polybeast.parser, [*arguments, "--num_servers", "3"])
     flags = polybeast.resolve(flags)
@@ -256,7 +256,7 @@ def test_flags_of_one_call_alone_do_not_come_from_the_checkpoint(tmp_path):
     assert parse(tmp_path, "--xpid run --mode test").mode == "test"
 
 
-def test_best_brings_its_own_flags_and_is_for_tests_alone_as_are_videos_and_results(tmp_path):
+def test_best_brings_its_own_flags_and_is_for_tests_alone(tmp_path):
     save(parse(tmp_path, "--xpid run --learning_rate 0.25"))
     (tmp_path / "run" / "model.tar").rename(tmp_path / "run" / "best.tar")
     save(parse(tmp_path, "--xpid run --learning_rate 0.125"))
@@ -268,7 +268,7 @@ def test_best_brings_its_own_flags_and_is_for_tests_alone_as_are_videos_and_resu
 
 
 @pytest.mark.parametrize("mode", ["train", "test"])
-def test_a_checkpoint_of_another_environment_is_refused_with_both_names(tmp_path, mode):
+def test_a_checkpoint_of_another_environment_is_refused(tmp_path, mode):
     save(parse(tmp_path))
     with pytest.raises(FlagError, match="--env is Breakout, .* is of PongNo.*: leave --env out"):
         parse(tmp_path, f"--xpid run --env Breakout --mode {mode}")
@@ -277,7 +277,7 @@ def test_a_checkpoint_of_another_environment_is_refused_with_both_names(tmp_path
     assert parse(tmp_path, "--xpid other --env Breakout").env == "Breakout"
 
 
-def test_a_run_that_has_done_its_steps_is_refused_with_what_to_raise(tmp_path):
+def test_a_run_that_has_done_its_steps_is_refused(tmp_path):
     save(parse(tmp_path), num_updates=10)
     with pytest.raises(FlagError, match=r"has done its 1,000 steps: raise --total_steps \(1,000\)"):
         parse(tmp_path)
@@ -300,7 +300,7 @@ def test_a_test_of_a_run_that_is_not_there_lists_those_that_are(tmp_path):
         parse(tmp_path, "--xpid new --mode test --best")
 
 
-def test_a_run_without_a_name_is_named_by_program_and_time_and_a_test_takes_the_latest(tmp_path):
+def test_runs_have_a_default_name_and_a_test_takes_the_latest(tmp_path):
     flags = parse_flags(polybeast.parser, ["--savedir", str(tmp_path)])
     assert re.match(r"polybeast-2\d{7}-\d{6}$", flags.xpid)
     for arguments in ("--mode test", "--xpid latest"):
@@ -319,7 +319,7 @@ def test_a_run_without_a_seed_draws_one(tmp_path):
     assert len(seeds) == 3 and all(0 <= seed < 2**32 for seed in seeds)
 
 
-def test_an_env_that_is_not_given_is_pong_unless_servers_run_already(tmp_path):
+def test_the_default_env_is_pong_unless_servers_run_already(tmp_path):
     arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
     assert parse_flags(monobeast.parser, arguments).env == "PongNoFrameskip-v4"
     assert parse_flags(polybeast.parser, arguments).env == "PongNoFrameskip-v4"
@@ -366,7 +366,7 @@ def long_tmpdir(tmp_path, monkeypatch):
     return folder
 
 
-def test_sockets_get_a_short_folder_where_that_of_temporary_files_is_long(long_tmpdir, monkeypatch):
+def test_sockets_get_a_short_folder_where_tmpdir_is_long(long_tmpdir, monkeypatch):
     config = multiprocessing.current_process()._config  # which children inherit
     monkeypatch.setitem(config, "tempdir", None)
     folder = fork_server._make_socket_folder()
@@ -378,9 +378,7 @@ def test_sockets_get_a_short_folder_where_that_of_temporary_files_is_long(long_t
     assert list(long_tmpdir.iterdir()) == []
 
 
-def test_a_tmpdir_too_long_for_sockets_is_refused_where_there_is_no_other(
-    long_tmpdir, tmp_path, monkeypatch
-):
+def test_a_tmpdir_too_long_for_sockets_is_refused(long_tmpdir, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(FlagError, match=f"^TMPDIR .{long_tmpdir}. is too long for sockets"):
         parse(tmp_path)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may import what: environment servers no torch, the package no program."""
+"""Who may import what: environment servers no torch, the package no program, no test a test."""
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -43,7 +44,7 @@ def module_name(path):
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
-def test_each_module_of_an_environment_server_works_without_torch():
+def test_each_module_of_environment_servers_needs_no_torch():
     blocked = ("torch", "tensorboard", "tqdm", "nest")
     modules = import_blocked("polybeast_env", *blocked)
     assert "beast.servers.server_processes" in modules and "libtorchbeast.rows" in modules
@@ -93,3 +94,11 @@ def test_rooms_import_only_those_below_them():
             package, *parts = f"{module}.{name}".split(".")
             if package == "beast":
                 assert parts[0] in allowed[path.parent.name], f"{path} imports {parts[0]}"
+
+
+def test_no_test_imports_another_test_and_names_are_short():
+    for path in (ROOT / "tests").rglob("*.py"):
+        imported = [module for module, _ in imports(path)]
+        assert not [name for name in imported if name.split(".")[-1].startswith("test_")], path
+        long = [name for name in re.findall(r"def (test_\w+)", path.read_text()) if len(name) > 60]
+        assert not long, f"{path}: at most 60 characters: {long}"

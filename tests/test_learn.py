@@ -181,7 +181,7 @@ def test_gradient_is_clipped_to_its_norm_and_keeps_its_direction():
     assert metrics["grad_norm"] == pytest.approx(full.norm().item())  # as it was
 
 
-def test_an_action_with_a_logit_of_minus_infinity_is_as_one_of_no_probability():
+def test_a_logit_of_minus_infinity_is_an_action_of_probability_0():
     results = []
     for forbidden in (-math.inf, -1e9):
         stream, model = random_stream(0, 2 * T + 1)

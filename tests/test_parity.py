@@ -113,7 +113,7 @@ def test_flags_of_both_have_the_same_meaning_and_default():
         assert mono[name].help == poly[name].help, name
 
 
-def test_the_optimizer_begins_with_a_mean_of_squares_of_one_and_a_rate_that_falls_to_zero():
+def test_the_optimizer_begins_at_one_and_its_rate_falls_to_zero():
     flags = monobeast.parser.parse_args("--learning_rate 0.5 --total_steps 1000".split())
     model = torch.nn.Linear(1, 1, bias=False)
     optimizer, decay = monobeast.create_optimizer(flags, model)

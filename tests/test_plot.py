@@ -71,7 +71,7 @@ def test_seeds_are_one_curve_with_their_mean_lowest_and_highest(tmp_path):
     assert set(found["Pong (3 runs)"]["entropy"]["steps"]["low"]) == {2.0}
 
 
-def test_other_flags_make_other_curves_which_are_named_after_them(tmp_path):
+def test_other_flags_make_other_curves_named_after_them(tmp_path):
     runs = [
         write_run(tmp_path / "a", learning_rate=0.1),
         write_run(tmp_path / "b", learning_rate=0.1, seed=2, use_lstm=False),  # a flag of later
@@ -93,7 +93,7 @@ def test_labels_join_and_part_runs_and_a_link_names_no_other_run(tmp_path):
     assert list(found) == ["Pong"] and "low" not in found["Pong"]["mean_game_return"]["steps"]
 
 
-def test_a_curve_ends_with_its_shortest_run_and_common_ends_all_with_the_shortest(tmp_path, capsys):
+def test_a_curve_ends_with_its_shortest_run(tmp_path, capsys):
     runs = [write_run(tmp_path / "long"), write_run(tmp_path / "short", rows=ROWS[:21], seed=2)]
     curve = curves(tmp_path, *runs)["Pong (2 runs)"]["mean_game_return"]["steps"]
     assert curve["end"] == 20_000 and curve["mean"][-1] == 20
@@ -111,7 +111,7 @@ def test_hours_leave_out_the_time_in_which_a_run_was_stopped(tmp_path):
         assert curve["hours"]["end"] == pytest.approx(end / 3600)
 
 
-def test_the_x_axes_are_those_that_say_most_and_they_and_the_metrics_can_be_chosen(tmp_path):
+def test_x_axes_and_metrics_have_defaults_and_can_be_chosen(tmp_path):
     rows = [r | {"_time": 100 * r["_tick"]} for r in ROWS]  # more than an hour
     long, short = write_run(tmp_path / "a", rows=rows), write_run(tmp_path / "b", frame_skip=1)
     assert list(draw_page(tmp_path, long)[1]["x_axes"]) == ["steps", "frames", "hours"]

@@ -46,7 +46,7 @@ def out(folder):
         return ""
 
 
-def test_servers_whose_main_process_is_killed_are_restarted_and_others_end_the_run(tmp_path):
+def test_servers_whose_main_process_is_killed_are_restarted(tmp_path):
     folder = tmp_path / "run"
     arguments = (
         f"--num_servers 2 --envs_per_stream 2 --batch_size 2 {ENDLESS} --env Catch --xpid run"
@@ -162,7 +162,7 @@ def survived(request, tmp_path_factory):
 
 
 @pytest.mark.timeout(600)
-def test_a_run_survives_servers_that_are_killed_hang_or_are_silent(survived):
+def test_a_run_survives_servers_killed_hanging_or_silent(survived):
     assert survived.status == 128 + signal.SIGTERM, survived.output
     assert survived.steps == sorted(set(survived.steps))
     assert survived.checkpoint["step"] >= survived.steps[-1]
@@ -175,7 +175,7 @@ def test_a_run_survives_servers_that_are_killed_hang_or_are_silent(survived):
     assert survived.checkpoint["flags"]["env"] == "Catch"
 
 
-def test_servers_that_differ_are_refused_by_name_and_the_rest_go_on(survived):
+def test_servers_that_differ_are_refused_by_name(survived):
     reasons = ["has other spaces: .*", "has 3 environments a stream, expected 4"]
     reasons.append("plays Asterix, expected Catch")
     for stream, (address, reason) in enumerate(zip(survived.others, reasons, strict=True), 2):
@@ -222,9 +222,7 @@ def test_an_error_in_inference_ends_the_run_with_it(train, monkeypatch, tmp_path
     assert not (tmp_path / "run" / "model.tar").exists()
 
 
-def test_the_seed_reaches_model_and_streams_and_a_resumed_run_plays_other_games(
-    train, monkeypatch, tmp_path
-):
+def test_the_seed_reaches_model_and_streams_and_resuming_differs(train, monkeypatch, tmp_path):
     weights, seeds = [], []
 
     class Recorded(catch_poly.Net):

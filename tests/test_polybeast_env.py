@@ -63,7 +63,7 @@ def test_flags_of_the_learner_hold_where_none_are_given():
 
 
 @pytest.mark.whole
-def test_each_server_is_a_process_behind_all_others_and_is_started_anew_when_killed(tmp_path):
+def test_each_server_is_a_process_and_restarted_when_killed(tmp_path):
     addresses = [f"unix:{tmp_path}/socket.{i}" for i in range(2)]
 
     def first_row(address, **options):

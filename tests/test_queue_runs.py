@@ -178,7 +178,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 # ------------------------------------------------------------------------------------------- slots
 
 
-def test_forty_cores_and_eight_gpus_have_room_for_four_runs_of_two_gpus():
+def test_forty_cores_and_eight_gpus_have_room_for_four_runs():
     slots = make_slots(40, 8, cores_per_run=10, gpus_per_run=2)
     assert [slot.cores for slot in slots] == [[*range(i, i + 10)] for i in (0, 10, 20, 30)]
     assert [slot.gpus for slot in slots] == [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]
@@ -269,7 +269,7 @@ def test_the_command_in_the_docs_makes_six_runs(capsys, monkeypatch):
 
 
 @pytest.mark.whole
-def test_thirty_runs_on_forty_cores_and_eight_gpus_are_four_at_once(queue, read, tmp_path):
+def test_thirty_runs_on_eight_gpus_are_four_at_once(queue, read, tmp_path):
     """No machine for tests has them: which cores a process is confined to stands in a file."""
     fake = tmp_path / "fake.py"
     fake.write_text(f"""
@@ -349,9 +349,7 @@ def test_a_command_that_cannot_be_started_fails(tmp_path):
 
 
 @pytest.mark.whole
-def test_runs_that_have_ended_are_skipped_and_those_with_a_checkpoint_resumed(
-    queue, read, tmp_path
-):
+def test_ended_runs_are_skipped_and_others_are_resumed(queue, read, tmp_path):
     statuses = {"r1": "ended", "r2": "stopped by SIGTERM", "r3": "running", "r4": "ended, but"}
     for xpid, status in statuses.items():
         (tmp_path / xpid).mkdir()

@@ -63,7 +63,7 @@ SHAPES = [(7, 4), (1, 1), (1, 5), (2, 3), (20, 4), (6,), (5, 3, 2), (4, 2, 3, 2)
 @pytest.mark.parametrize("clip_pg_rho_threshold", [None, 0.9, 2.2])
 @pytest.mark.parametrize("clip_rho_threshold", [None, 0.6, 1.0, 3.7])
 @pytest.mark.parametrize("lambda_", [0.0, 0.8, 1.0])
-def test_matches_the_definition_for_every_clip_threshold_and_shape(
+def test_matches_the_definition_for_all_thresholds_and_shapes(
     lambda_, clip_rho_threshold, clip_pg_rho_threshold, masked
 ):
     clips = {"clip_rho_threshold": clip_rho_threshold}
@@ -93,7 +93,7 @@ def naive_gae(case, lambda_):
 
 
 @pytest.mark.parametrize("lambda_", [0.0, 0.5, 0.95, 1.0])
-def test_on_policy_targets_are_lambda_returns_and_give_generalized_advantages(lambda_):
+def test_on_policy_targets_are_lambda_returns(lambda_):
     for seed, shape in enumerate(SHAPES):
         case = random_case(seed, shape, masked=True)
         case["log_rhos"] = np.zeros(shape)

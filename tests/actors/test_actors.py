@@ -120,7 +120,7 @@ def make_rig(context, monkeypatch, tmp_path):
         assert not any(process.is_alive() for process in processes)
 
 
-def test_no_rollout_begins_before_there_are_buffers_for_all_environments(make_rig):
+def test_no_rollout_begins_before_all_its_buffers_are_there(make_rig):
     rig = make_rig(num_buffers=4)
     indices = rig.take(4)
     rig.actors.release(indices[:1])
@@ -130,7 +130,7 @@ def test_no_rollout_begins_before_there_are_buffers_for_all_environments(make_ri
     assert sorted(rig.take(4)) == [0, 1, 2, 3]
 
 
-def test_actors_have_seeds_of_their_own_also_after_a_restart_or_resuming(make_rig):
+def test_each_actor_and_each_restart_has_a_seed_of_its_own(make_rig):
     rig = make_rig(num_actors=2, num_buffers=4, deterministic=True)
     for num_deaths in (0, 1):
         first, second = [7, 1, 0, 500], [7, 2, num_deaths, 500]
@@ -149,7 +149,7 @@ def test_with_deterministic_each_actor_has_buffers_of_its_own(make_rig):
     assert [rig.take(6) for _ in range(2)] == batches[::-1]
 
 
-def test_actors_killed_while_they_wait_for_buffers_lock_nobody_out(make_rig):
+def test_actors_killed_while_waiting_for_buffers_lock_nobody_out(make_rig):
     rig = make_rig(num_actors=3)
     wait_until(lambda: rig.num_full == 6 and len(rig.actors._waiting) == 3)
     waited = rig.actors.waits()["actor_wait"]
@@ -163,7 +163,7 @@ def test_actors_killed_while_they_wait_for_buffers_lock_nobody_out(make_rig):
     assert rig.actors.texts(rig.actors.metrics())["full"].endswith("/6")
 
 
-def test_actors_killed_time_and_again_at_any_moment_lose_no_buffer(make_rig):
+def test_actors_killed_at_any_moment_lose_no_buffer(make_rig):
     rig = make_rig(num_actors=3, num_buffers=8)
     for k in range(6):
         for _ in range(7 * k % 5):
@@ -176,9 +176,7 @@ def test_actors_killed_time_and_again_at_any_moment_lose_no_buffer(make_rig):
 
 
 @pytest.mark.parametrize("fails", ["always", "at the start"])
-def test_actors_that_all_fail_time_and_again_end_the_run_with_the_traceback(
-    make_rig, caplog, fails
-):
+def test_actors_that_all_fail_again_and_again_end_the_run(make_rig, caplog, fails):
     rig = make_rig(fails=fails, num_actors=2)
 
     def take_all():
@@ -198,7 +196,7 @@ def test_actors_that_all_fail_time_and_again_end_the_run_with_the_traceback(
     assert min(deaths.total for deaths in rig.actors._deaths) == actors.MAX_DEATHS
 
 
-def test_one_actor_that_always_fails_does_not_end_the_run_of_the_others(make_rig):
+def test_one_actor_that_always_fails_does_not_end_the_run(make_rig):
     rig = make_rig(num_actors=2)
 
     def dies_once_more(count):
@@ -211,7 +209,7 @@ def test_one_actor_that_always_fails_does_not_end_the_run_of_the_others(make_rig
     rig.take_and_release_all()
 
 
-def test_an_actor_that_dies_time_and_again_but_gives_rollouts_does_not_end_the_run(make_rig):
+def test_an_actor_that_dies_but_gives_rollouts_is_restarted(make_rig):
     rig = make_rig(num_buffers=8)
     for _ in range(actors.MAX_DEATHS + 2):
         for _ in range(actors.MIN_ROLLOUTS + 8 // 2):  # those before the last death included
@@ -221,7 +219,7 @@ def test_an_actor_that_dies_time_and_again_but_gives_rollouts_does_not_end_the_r
     assert rig.num_restarts == actors.MAX_DEATHS + 2
 
 
-def test_a_process_that_cannot_be_started_does_not_stop_the_others(make_rig, monkeypatch, caplog):
+def test_an_actor_that_cannot_be_started_stops_no_other(make_rig, monkeypatch, caplog):
     start = multiprocessing.process.BaseProcess.start
 
     def start_all_but_one(self):
@@ -259,7 +257,7 @@ def test_close_unblocks_take_and_is_no_error(make_rig):
     rig.actors.release([0])  # by a learner that comes too late
 
 
-def test_close_has_actors_end_by_themselves_and_may_be_called_by_many(make_rig):
+def test_close_lets_actors_end_and_may_be_called_again(make_rig):
     rig = make_rig(num_actors=3)
     rig.take(2)
     rig.kill(2)

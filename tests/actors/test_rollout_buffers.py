@@ -111,9 +111,7 @@ def check_answers(flags, played, net_class, tolerance):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("use_lstm", [False, True], ids=["feed-forward", "lstm"])
-def test_rollouts_hold_what_the_model_answered_with_the_weights_of_their_version(
-    use_lstm, precision
-):
+def test_rollouts_hold_the_answers_of_the_weights_they_name(use_lstm, precision):
     # In batches of other sizes, bfloat16 rounds otherwise.
     tolerance = {"rtol": 0.05, "atol": 0.02} if precision == "bf16" else {}
     flags, played = act(4, env=Echo, use_lstm=use_lstm, precision=precision)
@@ -142,7 +140,7 @@ class Aliasing(nn.Module):
         return {"policy_logits": policy_logits, "baseline": x[..., 1], "action": action}, (x[-1:],)
 
 
-def test_a_net_whose_state_and_outputs_are_its_inputs_acts_as_the_learner_sees_it():
+def test_a_net_may_return_its_inputs_as_state_and_outputs():
     flags, played = act(3, Aliasing, Counter, precision="fp32")
     check_answers(flags, played, Aliasing, {})
     # The state before row 0 is the frame of the row before it.
@@ -170,7 +168,7 @@ class LearnedState(Aliasing):
 
 
 @pytest.mark.parametrize("num_envs", [1, N])
-def test_a_learned_initial_state_makes_no_buffer_require_grad_and_act_builds_no_graph(num_envs):
+def test_a_learned_initial_state_makes_no_buffer_require_grad(num_envs):
     LearnedState.graphs.clear()
     _, played = act(2, LearnedState, Counter, envs_per_actor=num_envs, precision="fp32")
     assert len(LearnedState.graphs) > 2 * T and not any(LearnedState.graphs)
@@ -237,9 +235,7 @@ def test_too_few_buffers_are_refused_with_the_numbers():
     ],
     ids=["buffers", "weights"],
 )
-def test_what_has_no_room_in_shared_memory_is_refused_before_any_is_used(
-    monkeypatch, allocate, message
-):
+def test_buffers_too_large_for_shared_memory_are_refused_first(monkeypatch, allocate, message):
     usage = shutil.disk_usage("/dev/shm")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**20))
     monkeypatch.setattr(
@@ -273,7 +269,7 @@ class Learner:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_batches_are_copies_of_the_buffers_which_go_back_to_the_actors(deterministic):
+def test_batches_are_copies_and_buffers_go_back_to_the_actors(deterministic):
     flags = make_flags(deterministic=deterministic, num_buffers=4)
     buffers, actors = make_buffers(flags), Actors(4, 3)
     for m in range(4):

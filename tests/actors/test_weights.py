@@ -24,7 +24,7 @@ def create_model(version=0):
 
 
 @both
-def test_weights_of_several_types_are_a_copy_with_a_version_that_counts(kind):
+def test_weights_of_several_types_are_copies_with_a_version(kind):
     model, other = (
         torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.BatchNorm1d(1)) for _ in range(2)
     )
@@ -47,7 +47,7 @@ def test_weights_of_several_types_are_a_copy_with_a_version_that_counts(kind):
         weights.publish(model)
 
 
-def test_the_newest_version_stays_whole_while_the_next_one_is_written(monkeypatch):
+def test_the_newest_weights_stay_whole_while_others_are_written(monkeypatch):
     model, reader, copy = create_model(), create_model(), torch._foreach_copy_
     weights = SharedWeights(model)
 
@@ -63,7 +63,7 @@ def test_the_newest_version_stays_whole_while_the_next_one_is_written(monkeypatc
     assert weights.load_into(reader) == 1
 
 
-def test_weights_of_threads_are_loaded_though_newer_ones_are_published_meanwhile(monkeypatch):
+def test_threads_load_whole_weights_while_newer_are_published(monkeypatch):
     model, reader, copy = create_model(), create_model(5), torch._foreach_copy_
     weights = LocalWeights(model)
     first = weights.version
@@ -139,7 +139,7 @@ def test_weights_published_while_they_are_read_are_read_again(monkeypatch, count
 
 
 @pytest.mark.parametrize("num_slots", [2, 5])
-def test_the_version_asked_for_is_loaded_though_newer_ones_are_published(num_slots):
+def test_the_version_asked_for_is_loaded_not_a_newer_one(num_slots):
     model, reader = create_model(), create_model()
     weights = SharedWeights(model, num_slots)
     for version in range(1, 8):

@@ -230,7 +230,7 @@ def test_environments_describe_themselves():
      (lambda o, *rest: ({"board": o}, *rest), "observation is object.*but should be float32")],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_a_broken_step_is_found_by_trying_it_out_and_named_with_its_environment(change, message):
+def test_trying_out_finds_a_broken_step_and_names_it(change, message):
     steps = iter([99, 5])
     environments = Environments(lambda: Changed(change, next(steps)), 2, 0, "sample")
     where = rf"sample: environment 1 \(.*, seed {environments.seeds[1]}\), step 5: "
@@ -270,7 +270,7 @@ def test_an_environment_need_not_be_one_of_gymnasium():
             Environments(lambda made=made: made, 1, 0)
 
 
-def test_what_a_user_wrote_is_in_the_cause_of_an_error_and_our_own_code_is_not():
+def test_the_cause_of_an_error_shows_the_users_code_alone():
     def cause(*values):
         return {}["key"]
 
@@ -292,7 +292,7 @@ def test_what_a_user_wrote_is_in_the_cause_of_an_error_and_our_own_code_is_not()
 
 
 @pytest.mark.parametrize("space", [DISCRETE, MULTI_DISCRETE, BOX], ids=str)
-def test_trying_out_takes_valid_actions_and_leaves_the_generators_alone(space):
+def test_trying_out_takes_valid_actions_and_no_random_numbers(space):
     state = np.random.get_state()[1].tolist()
     environments = Environments(lambda: Acting(space), 2, 0)
     assert try_out(environments) is environments.row
@@ -332,7 +332,7 @@ def test_a_failing_reset_or_constructor_is_named():
         Environments(create, 1, 0)
 
 
-def test_unsupported_and_unequal_spaces_are_refused_and_every_environment_is_closed():
+def test_refused_spaces_close_every_environment():
     with pytest.raises(EnvError, match="(?s)sample: the action space is .* only Discrete"):
         Environments(lambda: Acting(gym.spaces.Text(5)), 1, 0, "sample")
     closed = []
@@ -405,7 +405,7 @@ def test_an_observation_outside_its_space_is_named_once(space, inside, outside, 
     assert re.search(f"environment 0 .*, step 2: {path} has numbers outside", record.getMessage())
 
 
-def test_of_several_processes_the_first_one_looks_for_observations_outside(monkeypatch):
+def test_the_first_of_several_processes_checks_observations(monkeypatch):
     def watches(name):
         monkeypatch.setattr(multiprocessing.current_process(), "_name", name)
         return Environments(Counter, 1, 0).watched_steps > 0

@@ -151,7 +151,7 @@ def test_send_returns_while_environments_step_and_leaves_the_row(environments, t
     assert gated.receive()["last_action"].tolist() == [1] * 5
 
 
-def test_an_environment_that_raises_is_an_error_with_its_traceback(environments):
+def test_an_environment_that_raises_gives_its_traceback(environments):
     raising = environments(Raising, 2)
     raising.initial()
     with pytest.raises(EnvError, match=r"(?s)environments, process \d failed.*in step.*no luck"):

@@ -104,7 +104,7 @@ def test_unsupported_action_spaces_are_refused(space):
         count_actions(space)
 
 
-def test_an_observation_space_that_is_no_array_is_named_by_its_key():
+def test_an_observation_space_of_no_array_is_named_by_its_key():
     text, pair = gym.spaces.Text(5), gym.spaces.Tuple([gym.spaces.Discrete(2), gym.spaces.Text(5)])
     with pytest.raises(EnvError, match="the space of observation is Text.*wrap the environment"):
         empty_observation(text, 1)

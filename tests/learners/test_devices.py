@@ -18,7 +18,7 @@ from beast.runs.randomness import random_states, restore_random_states, seed_gen
 
 @pytest.mark.parametrize("model", ["shallow", "deep"])
 @pytest.mark.parametrize("use_lstm", [False, True])
-def test_bf16_gives_the_loss_and_the_gradients_of_fp32_to_its_tolerance(model, use_lstm):
+def test_bf16_gives_loss_and_gradients_close_to_fp32(model, use_lstm):
     torch.manual_seed(1)
     net = polybeast.AtariNet(SPACE, A, use_lstm, model)
     for layer in (net.policy, net.baseline):  # a real policy, real values
@@ -64,7 +64,7 @@ def test_weights_stay_float32_in_bf16():
         ("bf16", False, "cuda cpu", "cuda cpu"),
     ],
 )
-def test_each_device_computes_in_what_it_and_the_net_are_good_at_unless_given(
+def test_each_device_has_a_default_precision(
     monkeypatch, caplog, wanted, knows_bf16, names, in_bf16
 ):
     monkeypatch.setattr(devices, "has_bf16", lambda device: device.type.upper() in names)
@@ -80,9 +80,7 @@ def test_each_device_computes_in_what_it_and_the_net_are_good_at_unless_given(
 
 @pytest.mark.parametrize("features", ["avx512_bf16", "amx_bf16", ""])
 @pytest.mark.parametrize("is_faster", [True, False])
-def test_a_processor_has_bf16_if_it_multiplies_in_it_and_faster_so(
-    monkeypatch, features, is_faster
-):
+def test_a_processor_has_bf16_if_it_multiplies_faster_in_it(monkeypatch, features, is_faster):
     capabilities = {"avx512_f": True, "avx512_bf16": False, "cpu_name": "x"}
     capabilities |= {feature: True for feature in features.split()}
     times = {torch.float32: 2.0, torch.bfloat16: 1.0 if is_faster else 3.0}
@@ -95,7 +93,7 @@ def test_a_processor_has_bf16_if_it_multiplies_in_it_and_faster_so(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_is_timed_with_one_thread_and_others_keep_theirs(monkeypatch, dtype):
+def test_timing_a_product_changes_no_other_number_of_threads(monkeypatch, dtype):
     num_threads = torch.get_num_threads()
     multiply, seen = torch.mm, []
 

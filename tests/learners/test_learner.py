@@ -44,7 +44,7 @@ def test_updates_count_steps_returns_and_the_learning_rate():
         lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
     ],
 )
-def test_an_optimizer_learns_the_same_with_its_state_from_the_start(make):
+def test_an_optimizers_state_from_the_start_changes_no_learning(make):
     inputs, found = torch.randn(5, 4, 3), []
     for is_early in (False, True):
         torch.manual_seed(1)
@@ -72,7 +72,7 @@ def test_an_optimizer_learns_the_same_with_its_state_from_the_start(make):
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
     ],
 )
-def test_an_optimizer_whose_state_depends_on_the_first_step_is_refused(make):
+def test_optimizers_with_state_of_the_first_step_are_refused(make):
     optimizer = make(torch.nn.Linear(3, 1).parameters())
     with pytest.raises(FlagError, match=rf"state of {type(optimizer).__name__} does not begin"):
         create_state(optimizer)
@@ -86,7 +86,7 @@ def test_other_learners_get_buffers_that_no_checkpoint_has():
     assert learners[1].model.noise == 0
 
 
-def test_learning_is_on_the_cpu_where_cuda_is_disabled_or_missing(monkeypatch):
+def test_learning_is_on_the_cpu_without_cuda(monkeypatch):
     for available, disabled, device in ((True, False, "cuda:0"), (True, True, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
         assert get_device(argparse.Namespace(disable_cuda=disabled)) == torch.device(device)
@@ -95,7 +95,7 @@ def test_learning_is_on_the_cpu_where_cuda_is_disabled_or_missing(monkeypatch):
 @pytest.mark.parametrize(
     "make", [torch.optim.RMSprop, torch.optim.Adam, functools.partial(torch.optim.Adam, fused=True)]
 )
-def test_squares_of_gradients_that_stay_at_zero_do_not_vanish_and_weights_stay_the_same(make):
+def test_squares_of_gradients_do_not_become_denormal(make):
     found = []
     for is_raised in (False, True):
         torch.manual_seed(1)
@@ -115,7 +115,7 @@ def test_squares_of_gradients_that_stay_at_zero_do_not_vanish_and_weights_stay_t
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs two cores")
 @pytest.mark.parametrize("are_all", [True, False])
-def test_threads_that_take_all_cores_have_one_each_and_fewer_are_free(are_all):
+def test_threads_share_the_cores_and_leave_none_without(are_all):
     cores = os.sched_getaffinity(0)
 
     def compute():

@@ -82,7 +82,7 @@ def check_results(net, first, single, num_ranks):
 
 
 @pytest.mark.whole
-def test_the_rank_of_updates_that_are_not_finite_is_named_and_writes_its_batch(tmp_path):
+def test_a_rank_whose_update_is_not_finite_is_named(tmp_path):
     folder = tmp_path / "run"
     with train(2, tmp_path, "monobeast", "--total_steps 10_000_000") as process:
         process.wait_until(lambda: last_step(folder) > 2000)
@@ -118,7 +118,7 @@ def share(group, model):
     group.share_state(SimpleNamespace(model=model, optimizer_name="", state=model.state_dict))
 
 
-def test_a_net_whose_forward_pass_changes_a_buffer_is_refused_by_name(group):
+def test_a_forward_pass_that_changes_a_buffer_is_refused(group):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     model.register_buffer("unchanged", torch.tensor([torch.nan, torch.inf]))
     share(group, model)
@@ -128,7 +128,7 @@ def test_a_net_whose_forward_pass_changes_a_buffer_is_refused_by_name(group):
         group.sum(model, {"steps": 1.0})
 
 
-def test_a_forward_pass_that_adds_a_buffer_or_changes_its_shape_is_refused(group):
+def test_a_forward_pass_that_adds_or_grows_a_buffer_is_refused(group):
     model = torch.nn.Linear(2, 2)
     share(group, model)
     model.register_buffer("late", torch.ones(1))
@@ -142,7 +142,7 @@ def test_a_forward_pass_that_adds_a_buffer_or_changes_its_shape_is_refused(group
             group.sum(model, {"steps": 1.0})
 
 
-def test_nets_whose_buffers_differ_are_refused_though_those_are_not_saved():
+def test_nets_whose_unsaved_buffers_differ_are_refused():
     nets = [torch.nn.Linear(2, 2) for _ in range(2)]
     for size, net in zip((1, 4), nets, strict=True):
         net.register_buffer("cache", torch.ones(size), persistent=False)
@@ -151,9 +151,7 @@ def test_nets_whose_buffers_differ_are_refused_though_those_are_not_saved():
 
 
 @pytest.mark.parametrize("is_reused", [False, True])
-def test_a_rank_that_is_stopped_before_the_last_barrier_is_killed_and_no_other_process(
-    group, monkeypatch, is_reused
-):
+def test_a_rank_stopped_before_the_last_barrier_is_killed(group, monkeypatch, is_reused):
     def fail():
         raise RuntimeError  # without a message
 
@@ -188,7 +186,7 @@ def test_returns_are_kept_until_an_update_takes_them(group):
         group.share_returns([], [])
 
 
-def test_a_program_whose_learn_does_not_sum_ends_with_its_first_update(group, tmp_path):
+def test_a_learn_that_does_not_sum_ends_with_its_first_update(group, tmp_path):
     flags = small_run.parse(tmp_path)
     learner = small_run.create_learner(flags)
     learner.group = group
@@ -197,7 +195,7 @@ def test_a_program_whose_learn_does_not_sum_ends_with_its_first_update(group, tm
             run.record(dict(small_run.UPDATE), small_run.create_batch())
 
 
-def test_metrics_may_come_in_another_order_but_not_under_other_names(group):
+def test_metrics_may_come_in_any_order_but_need_equal_names(group):
     model = torch.nn.Linear(2, 2)
     share(group, model)
     group.sum(model, {"steps": 1.0, "loss": 2.0})
@@ -206,7 +204,7 @@ def test_metrics_may_come_in_another_order_but_not_under_other_names(group):
         group.sum(model, {"steps": 1.0, "other": 2.0})
 
 
-def test_a_learner_without_a_batch_gets_gradients_in_the_memory_layout_of_the_others():
+def test_gradients_without_a_batch_have_the_others_memory_layout():
     # Else a norm adds in another order, and weights differ in their last bits from then on.
     nets = [torch.nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last) for _ in range(2)]
     nets[0](torch.randn(4, 8, 9, 9)).square().sum().backward()
@@ -288,7 +286,7 @@ def test_where_no_learner_has_a_batch_nothing_changes(group, monkeypatch):
     torch.testing.assert_close(learner.state()["parts"][:2], before, rtol=0, atol=0)
 
 
-def test_a_checkpoint_of_another_number_of_learners_is_resumed_with_a_warning(tmp_path, caplog):
+def test_resuming_with_another_number_of_learners_warns(tmp_path, caplog):
     small_run.save(small_run.parse(tmp_path))
     flags = small_run.parse(tmp_path)
     flags.num_learners = 4

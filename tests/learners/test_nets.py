@@ -72,7 +72,7 @@ def test_rows_at_once_are_answered_as_one_by_one(use_lstm):
         torch.testing.assert_close(s, last, rtol=1e-4, atol=1e-4)
 
 
-def test_lstm_state_is_reset_at_done_inside_the_unroll_and_no_gradient_flows_over_it():
+def test_done_resets_the_lstm_state_and_stops_its_gradient():
     net, rows = make_net(use_lstm=True), make_rows()
     state = tuple(torch.randn(s.shape, requires_grad=True) for s in net.initial_state(B))
     without, _ = net(rows, state)
@@ -93,7 +93,7 @@ def test_lstm_state_is_reset_at_done_inside_the_unroll_and_no_gradient_flows_ove
 
 
 @both
-def test_last_action_clipped_reward_and_frame_count_but_not_how_bright_it_is(use_lstm):
+def test_the_net_sees_action_reward_and_frame_not_brightness(use_lstm):
     net, rows = make_net(use_lstm), make_rows(1)
     outputs, _ = net(rows, net.initial_state(B))
     for key, value in (
@@ -135,7 +135,7 @@ def test_training_mode_samples_by_the_probabilities():
 
 
 @both
-def test_gradients_reach_every_parameter_and_inputs_are_left_as_they_are(use_lstm):
+def test_gradients_reach_every_parameter_and_inputs_stay(use_lstm):
     net, rows = make_net(use_lstm).train(), make_rows()
     for dtype in (torch.uint8, torch.float32):
         rows["frame"] = rows["frame"].to(dtype)
@@ -181,7 +181,7 @@ def test_a_net_is_created_with_its_answer_to_sample_rows(use_lstm):
     ],
     ids=lambda space: str(space)[:30],
 )
-def test_observations_that_a_net_cannot_take_are_refused_with_space_and_file(space):
+def test_observations_that_a_net_cannot_take_are_refused(space):
     with pytest.raises(FlagError) as error:
         create_net(AtariNet, space, DISCRETE)
     where = f"AtariNet in {inspect.getfile(AtariNet)} cannot be made for frames"
@@ -268,7 +268,7 @@ def test_a_wrong_initial_state_is_refused(initial_state):
         create_net(Net, FEATURES, DISCRETE, use_lstm=True)
 
 
-def test_a_net_of_other_actions_than_those_of_the_environment_is_refused():
+def test_a_net_of_other_actions_than_the_environments_is_refused():
     class Net(CatchNet):
         def __init__(self, observation_space, num_actions):
             super().__init__(observation_space, A)
@@ -300,7 +300,7 @@ NETS = {
         *(((10, 9, 14), None), ((96, 90, 80), None), ((3, 5, 4), None), ((3, 64, 3), None)),
     ],
 )
-def test_channels_are_the_odd_side_or_the_clearly_shorter_end_and_else_asked_for(shape, channels):
+def test_channels_are_the_odd_side_or_the_clearly_shorter_end(shape, channels):
     space = gym.spaces.Box(0, 1, shape, np.uint8)
     if channels is not None:
         image = find_image(space)

@@ -61,7 +61,7 @@ def descendants(pid):
 @pytest.mark.parametrize(
     "program", ["monobeast", pytest.param("polybeast", marks=pytest.mark.long)]
 )
-def test_a_rank_without_batches_holds_nobody_up_and_takes_part_again_later(tmp_path, program):
+def test_a_rank_without_batches_holds_nobody_up(tmp_path, program):
     folder = tmp_path / "run"
 
     def lags():
@@ -119,7 +119,7 @@ def disturb(process, folder, how, victim):
         ("torchrun SIGKILL", 0, "monobeast", 0),
     ],
 )
-def test_the_end_of_a_rank_ends_the_run_in_time_or_has_it_started_again(
+def test_a_rank_that_ends_ends_the_run_or_has_it_restarted(
     tmp_path, how, restarts, program, victim
 ):
     folder, model, before = tmp_path / "run", tmp_path / "run" / "model.tar", shared_memory()
@@ -174,7 +174,7 @@ def test_the_end_of_a_rank_ends_the_run_in_time_or_has_it_started_again(
         ({"TORCHELASTIC_MAX_RESTARTS": "3"}, "--xpid x --disable_checkpoint", "needs checkpoints"),
     ],
 )
-def test_flags_and_variables_that_contradict_each_other_are_refused_at_once(
+def test_flags_and_variables_that_contradict_are_refused_at_once(
     monkeypatch, tmp_path, environment, arguments, message
 ):
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -188,7 +188,7 @@ def test_flags_and_variables_that_contradict_each_other_are_refused_at_once(
         parse_flags(monobeast.parser, [*arguments.split(), "--savedir", str(tmp_path)])
 
 
-def test_variables_of_another_launcher_are_named_where_something_trains(monkeypatch, caplog):
+def test_variables_of_another_launcher_are_named_in_training(monkeypatch, caplog):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for mode in ("test", "train"):
         flags = monobeast.parser.parse_args(["--mode", mode])
@@ -197,9 +197,7 @@ def test_variables_of_another_launcher_are_named_where_something_trains(monkeypa
 
 
 @pytest.mark.parametrize("program", [ppo, gala])
-def test_programs_for_one_learner_refuse_others_before_anything_starts(
-    program, monkeypatch, tmp_path, capsys
-):
+def test_programs_for_one_learner_refuse_several_at_once(program, monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         program.main(["--savedir", str(tmp_path), "--elastic", "localhost:1"])
     assert "unrecognized arguments: --elastic localhost:1" in capsys.readouterr().err
@@ -271,9 +269,7 @@ def start():
 
 
 @pytest.mark.whole  # it takes seconds
-def test_ranks_wait_at_the_start_for_others_that_are_alive_but_not_for_silent_ones(
-    monkeypatch, start
-):
+def test_ranks_wait_at_the_start_for_others_that_are_alive(monkeypatch, start):
     monkeypatch.setattr(torchrun, "TIMEOUT", 5)
     store, start = start
 
@@ -293,9 +289,7 @@ def test_ranks_wait_at_the_start_for_others_that_are_alive_but_not_for_silent_on
 
 
 @pytest.mark.parametrize("is_in_call", [False, True])
-def test_a_rank_that_waits_at_the_start_and_gets_sigterm_leaves_no_other_one_alone_in_a_call(
-    start, is_in_call
-):
+def test_sigterm_at_the_start_leaves_no_rank_alone_in_a_call(start, is_in_call):
     store, start = start
 
     def be_rank_1():

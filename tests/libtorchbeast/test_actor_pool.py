@@ -128,7 +128,7 @@ def test_each_environment_of_a_stream_is_a_column(start, dict_outputs, columns):
 @pytest.mark.parametrize(
     "state", [(), torch.full((1, 1), 3.0), {"a": (torch.ones(1, 1, 2), ())}, (torch.zeros(3, 1),)]
 )
-def test_agent_states_may_be_any_nest_a_bare_tensor_or_nothing_and_are_copied(start, state):
+def test_agent_states_may_be_any_nest_and_are_copied(start, state):
     server = start(ServerThread(counting.Counting))
     given = nest.map(torch.clone, state)
 
@@ -179,7 +179,7 @@ def test_actions_of_several_parts_come_back_as_last_action(start, space):
 
 
 @pytest.mark.parametrize("is_fork", [False, True])  # it would take the extra row for a step
-def test_time_limits_arrive_with_the_true_last_observation_but_not_at_forks(start, is_fork):
+def test_time_limits_have_a_row_of_their_own_except_at_forks(start, is_fork):
     server = start(ServerThread(counting.Truncated))
     options = {} if is_fork else {"columns": 3, "dict_outputs": True, "num_envs": 3}
     taken = start(Rig([server.address], **options)).columns(36)
@@ -195,7 +195,7 @@ def test_messages_may_be_larger_than_grpc_takes_by_default(start):
     assert [row.unique().tolist() for row in frame] == [[0], [1], [2]]
 
 
-def test_options_of_a_stream_travel_as_metadata_and_a_forks_call_has_none(start):
+def test_options_of_a_stream_travel_as_metadata(start):
     fork = start(FakeServer(obey(1)))
     start(Rig([fork.address], act_zero, ())).take()
     assert not OPTIONS & fork.metadata[0].keys()
@@ -221,7 +221,7 @@ def test_a_stream_that_is_connected_anew_gets_another_seed(start):
     assert all(seed.startswith("7") for seed in seeds) and len(set(seeds)) == len(seeds)
 
 
-def test_a_stream_that_fails_after_each_rollout_pauses_longer_and_longer(start):
+def test_a_stream_that_fails_each_time_pauses_longer_and_longer(start):
     server = start(FakeServer(say(make_first(1), *[make_step(1)] * T)))  # and the stream is over
     rig = start(Rig([server.address], act_zero, (), reconnect=True))
 
@@ -286,7 +286,7 @@ def test_invalid_arguments_are_refused(arguments, wrong, error, message):
         ActorPool(**(arguments | wrong))
 
 
-def test_arguments_of_torchbeast_may_be_given_by_position_and_new_ones_by_name_only(arguments):
+def test_torchbeasts_arguments_go_by_position_new_ones_by_name(arguments):
     pool = ActorPool(**arguments)
     assert pool.count() == pool.num_connected() == pool.num_reconnects() == 0
     del pool  # which never ran
@@ -313,7 +313,7 @@ def test_wrong_outputs_of_the_agent_end_the_run(start, agent, reconnect):
     rig.running.error = None
 
 
-def test_an_error_in_the_inference_thread_ends_the_run_though_servers_are_reconnected_to(start):
+def test_an_error_in_the_inference_thread_ends_the_run(start):
     def agent(env_outputs, state):
         raise KeyError("out of memory, say")
 
@@ -364,7 +364,7 @@ def test_the_first_error_ends_the_run_though_other_streams_wait(start):
     inference.result()
 
 
-def test_a_server_that_is_not_there_or_does_not_answer_in_time_is_named(start, tmp_path):
+def test_a_server_that_is_missing_or_silent_is_named(start, tmp_path):
     hanging = (hang_after_the_first_row, lambda requests, context: wait_for_end(context))
     addresses = [start(FakeServer(speak)).address for speak in hanging]
     for address in (free_address(), f"unix:{tmp_path}/nothing", *addresses):
@@ -395,7 +395,7 @@ def test_a_slow_agent_or_learner_is_not_held_against_the_server(start):
         check_chain(rig.columns(4), STATE)
 
 
-def test_an_environment_that_raises_ends_the_run_or_is_made_anew_and_its_traceback_is_shown(start):
+def test_an_environment_that_raises_ends_the_run_or_is_made_anew(start):
     server = start(ServerThread(counting.Raising))
     rig = start(Rig([server.address]))
     with pytest.raises(ConnectionError, match="the ball is lost") as caught:
@@ -411,7 +411,7 @@ def test_an_environment_that_raises_ends_the_run_or_is_made_anew_and_its_traceba
 
 
 @pytest.mark.whole
-def test_a_server_that_is_killed_and_restarted_costs_only_its_rollout(start, tmp_path):
+def test_a_killed_and_restarted_server_costs_only_its_rollout(start, tmp_path):
     addresses = ["127.0.0.1:0", f"unix:{tmp_path}/socket"]
     servers = [start(ServerProcess(address)) for address in addresses]
     addresses[0] = servers[0].address
@@ -509,7 +509,7 @@ CONVERSATIONS = {
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_a_message_that_should_not_be_is_a_clear_connection_error(start, name):
+def test_a_malformed_message_is_a_clear_connection_error(start, name):
     server = start(FakeServer(say(*CONVERSATIONS[name])))
     rig = start(Rig([server.address], act_zero, ()))
     with pytest.raises(ConnectionError, match=re.escape(server.address)) as caught:
@@ -557,7 +557,7 @@ def test_a_lying_server_costs_its_stream_alone_and_is_named(start, lie, first):
     assert query_server(good.address, check=lambda handshake: ranges)["num_envs"] == 2
 
 
-def test_what_a_server_says_cannot_forge_lines_or_move_the_cursor(start):
+def test_texts_of_a_server_cannot_forge_lines_or_move_the_cursor(start):
     error = "\x1b[2J\x9b1A\r\u2028\u202e\n[INFO] Saved é"
     server = start(FakeServer(say(make_first(), rpcenv_pb2.Step(error=error))))
     rig = start(Rig([server.address], act_zero, ()))

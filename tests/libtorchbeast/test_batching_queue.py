@@ -35,7 +35,7 @@ def assert_same(got, wanted):
     assert as_lists(got) == as_lists(wanted)
 
 
-def test_arguments_have_torchbeasts_defaults_and_may_be_given_by_position_or_by_name():
+def test_arguments_and_defaults_are_those_of_torchbeast():
     queue = BatchingQueue()
     queue.enqueue(torch.zeros(5, 1024))
     queue.enqueue(torch.zeros(5, 1))
@@ -178,7 +178,7 @@ def test_what_comes_out_shares_no_memory_with_what_was_put_in(closable):
     assert all(torch.all(t == 1) for t in taken)
 
 
-def test_nests_keep_their_structure_and_lists_come_back_as_tuples():
+def test_nests_keep_their_structure_and_lists_become_tuples():
     queue = BatchingQueue(batch_dim=0)
     for i in range(2):
         t = columns(i, 1)
@@ -200,7 +200,7 @@ def test_nests_keep_their_structure_and_lists_come_back_as_tuples():
         lambda batch: memoryview(batch[0].numpy()),
     ],
 )
-def test_memory_is_used_again_only_after_the_last_tensor_on_it_is_gone(keep):
+def test_memory_is_reused_only_after_its_last_tensor_is_gone(keep):
     queue = BatchingQueue(batch_dim=0, maximum_batch_size=4)
 
     def produce(value):
@@ -214,7 +214,7 @@ def test_memory_is_used_again_only_after_the_last_tensor_on_it_is_gone(keep):
     assert torch.all(torch.as_tensor(np.asarray(kept)) == 1)
 
 
-def test_inputs_are_let_go_once_they_have_been_taken_or_the_queue_is_gone():
+def test_inputs_are_freed_once_taken_or_the_queue_is_gone():
     def enqueue(queue):
         array = np.zeros(3)
         queue.enqueue((array, np.ones(3)))
@@ -244,7 +244,7 @@ def test_batches_may_be_in_pinned_memory():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("queue", [BatchingQueue, DynamicBatcher])
-def test_pinned_memory_without_a_gpu_is_an_error_that_says_what_is_missing(queue):
+def test_pinned_memory_without_a_gpu_is_a_clear_error(queue):
     with pytest.raises(RuntimeError, match="(?i)pin.*(CUDA|accelerator)"):
         queue(pin_memory=True)
 
@@ -279,7 +279,7 @@ def test_arguments_of_the_batcher_have_torchbeasts_defaults_too():
         assert [numbers(thread.result()) for thread in threads] == [[0], [-1, -2], [-3]]
 
 
-def test_compute_returns_the_callers_own_part_of_outputs_that_are_set_once():
+def test_compute_returns_the_callers_own_part_of_the_outputs():
     batcher = DynamicBatcher(batch_dim=0)
     threads = gather(batcher, columns(0, 2), columns(2, 1))
     batch = next(batcher)
@@ -294,7 +294,7 @@ def test_compute_returns_the_callers_own_part_of_outputs_that_are_set_once():
         assert_same(thread.result(), (columns(*part, 2), {"b": columns(*part).float()}))
 
 
-def test_outputs_may_be_made_in_inference_mode_and_outlive_batch_and_batcher():
+def test_outputs_of_inference_mode_outlive_batch_and_batcher():
     batcher = DynamicBatcher(batch_dim=0)
     (caller,) = gather(batcher, columns(3, 2, 100))
     with torch.inference_mode():
@@ -373,7 +373,7 @@ CHILD = """
 
 
 @pytest.mark.whole
-def test_other_threads_run_while_one_waits_any_end_wakes_it_and_a_program_ends_before():
+def test_a_waiting_thread_blocks_no_other_and_any_end_wakes_it():
     run_with_deadline(CHILD)  # it may hang
 
 

@@ -21,7 +21,7 @@ def test_a_fork_learns_catch_and_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []  # no socket
 
 
-def test_a_forks_servers_may_be_a_program_of_their_own_whose_end_is_an_error_of_the_learner(
+def test_a_forks_learner_ends_with_its_servers_program(
     tmp_path,
 ):
     address = ("--pipes_basename", f"unix:{tmp_path}/catch")

@@ -43,7 +43,7 @@ def with_tuples(n):
 
 
 @pytest.mark.parametrize("n", NESTS, ids=repr)
-def test_map_and_pack_as_keep_structure_and_lists_come_back_as_tuples(n):
+def test_map_and_pack_as_keep_structure_and_lists_become_tuples(n):
     assert nest.map(lambda x: x, n) == with_tuples(n)
     flat = nest.flatten(n)
     assert nest.pack_as(n, flat) == nest.pack_as(n, tuple(flat)) == with_tuples(n)
@@ -69,7 +69,7 @@ def test_subclasses_of_tuple_and_dict_are_nests():
     assert type(mapped) is dict and type(mapped["a"]) is tuple
 
 
-def test_map_many_gives_the_function_a_list_and_map_many2_two_arguments():
+def test_map_many_gives_a_list_and_map_many2_two_arguments():
     # Dicts are matched by key, whatever their order.
     nests = ({"x": 1, "a": [2, ()]}, {"a": (20, []), "x": 10}, {"x": 100, "a": [200, ()]})
     assert nest.map_many(lambda leaves: leaves, *nests) == {
@@ -92,7 +92,7 @@ def test_different_structures_raise_value_error(a, b):  # nest_test.cc has all t
             nest.map_many(lambda leaves: 0, *nests)
 
 
-def test_flatten_returns_a_list_of_all_leaves_in_order_and_front_the_first_one():
+def test_flatten_returns_all_leaves_in_order_and_front_the_first():
     flat = nest.flatten(([], 1, [2, (3, ())], {"a": 4}, 5))
     assert flat == [1, 2, 3, 4, 5] and type(flat) is list
     for n in ([[[4]], 5], {"b": 5, "a": (4, 7)}, ((), [], (4,)), 4):
@@ -104,7 +104,7 @@ def test_flatten_returns_a_list_of_all_leaves_in_order_and_front_the_first_one()
             nest.front(empty)
 
 
-def test_nothing_is_leaked_or_freed_too_early_and_errors_of_the_function_come_through():
+def test_nothing_leaks_and_errors_of_the_function_come_through():
     leaf = Leaf()
     n = {"a": [leaf, (leaf,)]}
     calls = [
@@ -152,7 +152,7 @@ def test_the_function_may_wait_for_other_threads():
     assert [thread.result() for thread in threads] == [(-1, (-2, -3))] * 2
 
 
-def test_a_nest_that_is_too_deep_or_holds_itself_is_an_error_not_a_crash():
+def test_a_nest_too_deep_or_within_itself_is_an_error():
     run_with_deadline("""
         import nest
         import numpy as np

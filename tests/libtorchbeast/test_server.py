@@ -107,7 +107,7 @@ def test_rows_of_either_style_are_those_of_environments(create_env):
 
 
 @pytest.mark.parametrize("truncated_rows", [0, 1])
-def test_time_limit_is_an_end_for_learners_that_do_not_know_of_the_extra_row(truncated_rows):
+def test_a_time_limit_is_an_end_for_learners_without_its_row(truncated_rows):
     with serving(lambda: Limited(2), ANY_PORT) as address:
         with Stream(address, truncated_rows=truncated_rows) as stream:
             column = columns(play(stream, 4))
@@ -122,7 +122,7 @@ def test_time_limit_is_an_end_for_learners_that_do_not_know_of_the_extra_row(tru
         assert column["frame"] == [[0], [1], [0], [1], [0]]
 
 
-def test_actions_are_arrays_without_the_dimension_of_environments():
+def test_actions_are_arrays_without_an_environment_dimension():
     envs = []
 
     def create_env():
@@ -346,7 +346,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_environment_that_is_broken_tells_the_learner_and_the_server_goes_on(what, caplog):
+def test_a_broken_environment_is_reported_and_the_server_goes_on(what, caplog):
     create_env, message = BROKEN[what]
     games = [create_env, Old]
     with serving(lambda: games.pop(0)(), ANY_PORT) as address:
@@ -413,7 +413,7 @@ def test_malformed_actions_are_refused(name):
         wire.decode_actions(action, 2, *likeness or [None])
 
 
-def test_a_malformed_action_ends_its_stream_and_the_server_goes_on():
+def test_a_malformed_action_ends_its_stream_alone():
     with serving(None, ANY_PORT, make_environments=make_many(Catch, 2)) as address:
         with Stream(address) as stream:
             with pytest.raises(grpc.RpcError, match="should be integers.2., but is") as error:
@@ -441,9 +441,7 @@ def test_stream_options_that_make_no_sense_are_refused(options, message):
     [([{}] * server.MAX_STREAMS, f"serves {server.MAX_STREAMS} streams already"),
      ([{"num_envs": 2}] * 9 + [{}, {"num_envs": 1}], "has 20 environments, and with 1 more")],
 )  # fmt: skip
-def test_streams_have_environments_of_their_own_and_a_full_server_takes_one_when_one_left(
-    monkeypatch, asked, message
-):
+def test_a_full_server_takes_a_stream_when_another_has_left(monkeypatch, asked, message):
     monkeypatch.setattr(server, "MAX_ENVS", 20)
     with serving(Counted, ANY_PORT) as address, contextlib.ExitStack() as stack:
         streams = [stack.enter_context(Stream(address, **options)) for options in asked]
@@ -480,7 +478,7 @@ def test_environments_are_closed_however_the_stream_ends(how):
         stream.close()
 
 
-def test_environment_that_hangs_blocks_neither_other_streams_nor_the_servers_stop(monkeypatch):
+def test_an_environment_that_hangs_blocks_no_stream_and_no_stop(monkeypatch):
     monkeypatch.setattr(server, "GRACE", 0.1)
     stepping, go_on = threading.Event(), threading.Event()
 

@@ -73,7 +73,7 @@ def test_a_bare_machine_is_set_up_once(machine):
     assert len(machine.log("apt")) == len(machine.log("pip")) == 1
 
 
-def test_monobeast_needs_no_compiler_and_changed_requirements_are_installed(machine):
+def test_monobeast_needs_no_compiler_and_changes_are_installed(machine):
     assert machine.run().returncode == 0
     assert machine.log("apt") == ["install -y --no-install-recommends python3.11-venv"]
     assert machine.log("pip")[0].endswith("-r requirements.txt")
@@ -111,7 +111,7 @@ def test_without_a_network_it_fails_and_tries_again(machine):
 
 
 @pytest.mark.parametrize("how", ["KILL", "INT"])
-def test_an_environment_that_pip_was_interrupted_in_is_made_again(machine, how):
+def test_an_environment_where_pip_was_interrupted_is_made_again(machine, how):
     # Ctrl-C reaches pip, which exits with 1, and the shell: bash (sh on Fedora) goes on then.
     interrupt = "kill -INT $PPID; exit 1" if how == "INT" else "kill -KILL $$"
     shell = "bash" if shutil.which("bash") else "sh"

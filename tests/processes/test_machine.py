@@ -89,7 +89,7 @@ USED_V1 = {
         ("4:memory:/a", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, 1024),
     ],
 )
-def test_memory_is_the_least_of_what_is_available_and_what_limits_leave(fake, cgroup, files, gib):
+def test_memory_is_the_least_of_what_is_free_and_of_limits(fake, cgroup, files, gib):
     fake(16, cgroup=cgroup, files=files)
     assert machine.count_memory() == gib * GIB
 
@@ -211,7 +211,7 @@ def test_little_memory_means_few_processes(fake):
         ("--deterministic --batch_size 16", 2, 2 * 8 + 16),
     ],
 )
-def test_actors_whose_rollouts_dev_shm_cannot_hold_are_not_started(
+def test_actors_are_as_many_as_dev_shm_holds_rollouts_of(
     fake, monkeypatch, caplog, arguments, actors, buffers
 ):
     fake(16)
@@ -225,9 +225,7 @@ def test_actors_whose_rollouts_dev_shm_cannot_hold_are_not_started(
     assert ("no room for the rollouts of 8 actors" in caplog.text) == (actors == 3)
 
 
-def test_the_learner_gets_the_cores_of_actors_that_dev_shm_has_no_room_for(
-    fake, monkeypatch, tmp_path
-):
+def test_the_learner_gets_the_cores_of_actors_without_dev_shm(fake, monkeypatch, tmp_path):
     fake(16)
     num_threads = []
 
@@ -310,7 +308,7 @@ if __name__ == "__main__":
 @pytest.mark.whole
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about learning on a CPU")
-def test_all_threads_of_a_learner_share_the_arena_that_keeps_large_blocks(tmp_path):
+def test_all_threads_of_a_learner_share_one_arena(tmp_path):
     (tmp_path / "arenas").mkdir()
     script = tmp_path / "counting.py"
     script.write_text(COUNTING.format(root=str(ROOT), folder=str(tmp_path / "arenas")))

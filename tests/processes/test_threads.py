@@ -25,9 +25,7 @@ DEADLINE = 60  # seconds
         ("the block raises", "of the block"),
     ],
 )
-def test_whatever_ends_the_block_wakes_and_joins_all_threads_and_the_first_error_counts(
-    cause, error
-):
+def test_any_end_joins_all_threads_and_the_first_error_counts(cause, error):
     stop, woken, calls, names = threading.Event(), threading.Event(), [], []
 
     def wait():
@@ -71,7 +69,7 @@ def test_a_wake_that_fails_does_not_keep_the_others_asleep(caplog):
     assert "A thread failed, too" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
-def test_seconds_become_fractions_of_the_time_since_the_last_call(monkeypatch):
+def test_seconds_become_fractions_of_the_time_since_last_call(monkeypatch):
     clock = [10.0]
     monkeypatch.setattr(profiling.time, "monotonic", lambda: clock[0])
     fractions = profiling.WaitFractions()
@@ -121,7 +119,7 @@ def test_the_end_of_a_pipe_ends_the_process_that_watches_it():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_program_but_raises_in_no_extension_that_is_initialized(number):
+def test_a_signal_raises_in_no_extension_being_initialized(number):
     initialized = []
 
     class Loader(importlib.machinery.ExtensionFileLoader):

@@ -41,7 +41,7 @@ def messages(caplog, pattern):
     return [r.getMessage() for r in caplog.records if re.search(pattern, r.getMessage())]
 
 
-def test_who_was_stopped_itself_counts_the_silence_of_others_from_then_on(monkeypatch):
+def test_a_stopped_process_counts_silence_from_its_return(monkeypatch):
     clock = types.SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr(watchdog, "time", clock)
     now = 100.0
@@ -97,7 +97,7 @@ def test_a_job_that_was_suspended_goes_on_with_all_its_processes(tmp_path):
             assert "died" not in output[begin:] and "was silent" not in output[begin:], output
 
 
-def test_a_silent_thread_is_logged_with_its_stack_and_again_after_twice_the_time(watch, caplog):
+def test_a_silent_thread_is_logged_with_its_stack_and_again(watch, caplog):
     watchdog = watch(0.2)
     watchdog.beat("sleeps", pause=3600)
     done = threading.Event()
@@ -122,7 +122,7 @@ def test_a_silent_thread_is_logged_with_its_stack_and_again_after_twice_the_time
     wait_until(lambda: messages(caplog, "MainThread has been silent .* it hangs"))
 
 
-def test_the_main_thread_sleeps_from_one_look_after_the_run_to_the_next(tmp_path, monkeypatch):
+def test_the_main_thread_sleeps_between_two_looks_after_the_run(tmp_path, monkeypatch):
     flags, pauses = parse(tmp_path), []
     monkeypatch.setattr(run, "LOG_INTERVAL", 0.01)
     with run.Run(flags, create_learner(flags)) as one:
@@ -133,7 +133,7 @@ def test_the_main_thread_sleeps_from_one_look_after_the_run_to_the_next(tmp_path
 
 
 @pytest.mark.whole
-def test_a_thread_that_beats_now_and_then_or_has_ended_is_not_logged(watch, caplog):
+def test_a_thread_that_beats_or_has_ended_is_not_logged(watch, caplog):
     looked = threading.Semaphore(0)
     watchdog = watch(8, lambda: looked.release() or [])
     thread = threading.Thread(target=lambda: watchdog.beat("ends"), name="short")
@@ -160,7 +160,7 @@ def test_the_silence_of_another_process_is_logged_with_its_state(watch, caplog):
             process.kill()
 
 
-def test_a_main_thread_that_keeps_the_interpreter_busy_prints_its_stack_all_the_same():
+def test_a_main_thread_that_is_busy_prints_its_stack():
     code = """
 import ctypes
 from beast.processes.watchdog import print_stacks_on_signal
@@ -198,7 +198,7 @@ def goes_on(program, folder):
 
 
 @pytest.mark.whole
-def test_sigusr1_prints_the_stacks_of_learner_and_actors_and_the_run_goes_on(tmp_path):
+def test_sigusr1_prints_all_stacks_and_the_run_goes_on(tmp_path):
     arguments = f"--env Catch --savedir {tmp_path} --xpid run --total_steps 100000000"
     with Program(HELPERS / "catch.py", arguments) as program:
         program.wait_until(lambda: last_step(tmp_path / "run") > 0)
@@ -232,7 +232,7 @@ def test_a_stopped_server_is_killed_and_replaced(caplog):
 
 
 @pytest.mark.whole
-def test_a_server_whose_environment_hangs_is_logged_with_its_stack_and_replaced(tmp_path):
+def test_a_server_that_hangs_is_replaced_and_its_stack_logged(tmp_path):
     marker = tmp_path / "marker"
     # Silence of five times as many seconds ends a server: more than a slow machine starts one in.
     arguments = f"--env Failing-hang@{marker} --savedir {tmp_path} --stall_timeout_s 2 --xpid run "

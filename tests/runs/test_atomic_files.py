@@ -68,9 +68,7 @@ def test_csv_grows_by_columns_and_can_be_read_after_each_row(make_csv, tmp_path)
     "num_rows, torn",
     [(5, ""), (3, ""), (3, "3"), (3, "3,1795246641.4,4"), (3, "3,1,2,\x00")],
 )
-def test_csv_continues_with_columns_of_its_own_without_later_rows_and_one_torn_by_a_crash(
-    make_csv, tmp_path, num_rows, torn
-):
+def test_csv_continues_without_later_rows_and_a_torn_one(make_csv, tmp_path, num_rows, torn):
     table = make_csv()
     for step in range(1, num_rows + 1):
         table.write({"step": step, "loss": step})
@@ -129,7 +127,7 @@ def test_a_log_whose_file_is_gone_stale_raises_nothing(tmp_path, caplog, monkeyp
     file.close()
 
 
-def test_tensorboard_reads_the_events_and_drops_those_beyond_the_step(tmp_path):
+def test_tensorboard_drops_events_beyond_the_step(tmp_path):
     file = EventFile(tmp_path, 0)
     for step in (100, 200, 300):
         file.write(step, {"loss": step / 2, "return": 1})
@@ -151,7 +149,7 @@ def test_a_run_goes_on_without_tensorboard(tmp_path, caplog, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_full_disk_is_logged_and_events_are_written_again_later(small_disk, caplog, monkeypatch):
+def test_a_full_disk_is_logged_and_events_follow_later(small_disk, caplog, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(atomic_files.time, "monotonic", lambda: clock[0])
     start = time.time()  # TensorBoard reads files in the order of the seconds in their names

@@ -51,7 +51,7 @@ def test_a_checkpoint_restores_everything(tmp_path):
     assert learner.scheduler.get_last_lr() == saved.scheduler.get_last_lr() == [0.5 * 0.7]
 
 
-def test_weights_to_be_tested_are_those_of_the_moment_while_learning_goes_on(tmp_path):
+def test_weights_to_evaluate_are_a_copy_while_learning_goes_on(tmp_path):
     flags = parse(tmp_path)
     learner = create_learner(flags)
     before = learner.model.weight.detach().clone()
@@ -103,7 +103,7 @@ def learn_with_two_optimizers(learner):
     return [parameter.detach().clone() for parameter in learner.model.parameters()]
 
 
-def test_modules_that_read_old_versions_know_that_weights_are_of_this_one(tmp_path):
+def test_modules_that_read_old_versions_get_the_version(tmp_path):
     class Versioned(torch.nn.Linear):
         _version = 3
 
@@ -166,9 +166,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_checkpoint_that_holds_code_is_refused_and_the_code_does_not_run(
-    tmp_path, caplog, zipped
-):
+def test_a_checkpoint_with_code_is_refused_and_runs_none(tmp_path, caplog, zipped):
     flags, path = parse(tmp_path), tmp_path / "run" / "model.tar"
     save(flags)
     content = {"step": Evil(tmp_path / "evil")}
@@ -186,7 +184,7 @@ def test_a_checkpoint_that_holds_code_is_refused_and_the_code_does_not_run(
     assert (tmp_path / "evil").exists()
 
 
-def test_what_is_no_checkpoint_of_this_program_is_refused_with_the_reason(tmp_path):
+def test_a_file_that_is_no_checkpoint_is_refused_with_the_reason(tmp_path):
     flags, path = parse(tmp_path), tmp_path / "run" / "model.tar"
     save(flags)
     flags.program = "other.py"
@@ -272,7 +270,7 @@ def test_any_tensor_can_be_saved():
     assert loaded["a"][0].dequantize().tolist() == loaded["b"].tolist() == [1, 1]
 
 
-def test_weights_that_do_not_fit_are_refused_with_names_shapes_and_the_flags_that_differ(tmp_path):
+def test_weights_that_do_not_fit_are_refused_by_name(tmp_path):
     save(parse(tmp_path))
     flags = parse(tmp_path, "--xpid run --use_lstm --frame_skip 2")
     with pytest.raises(FlagError) as error:
@@ -324,7 +322,7 @@ def test_a_compiled_net_has_the_checkpoints_of_a_plain_one(tmp_path, is_old):
         checkpoint.restore_weights(torch.compile(torch.nn.Linear(1, 1)), saved, flags)
 
 
-def test_the_best_checkpoint_has_the_highest_mean_return_also_after_resuming(tmp_path):
+def test_the_best_checkpoint_has_the_highest_mean_return(tmp_path):
     def play_and_save(writer, learner, returns):
         update(learner, returns)
         writer.save(learner)
@@ -353,9 +351,7 @@ def test_the_best_checkpoint_has_the_highest_mean_return_also_after_resuming(tmp
     assert saved_step(flags, "best.tar") == saved_step(flags) == 700
 
 
-def test_the_best_checkpoint_is_compared_with_the_best_one_not_with_the_last_one(
-    tmp_path, monkeypatch
-):
+def test_the_best_checkpoint_is_compared_with_the_best_before(tmp_path, monkeypatch):
     flags, written, replace_file = parse(tmp_path), [], checkpoint_writer.replace_file
 
     def write(path, content):
@@ -375,7 +371,7 @@ def test_the_best_checkpoint_is_compared_with_the_best_one_not_with_the_last_one
     assert written[:2] == written[-2:] == ["best.tar", "model.tar"] and len(written) == 6
 
 
-def test_the_interval_counts_from_one_file_on_the_disk_to_the_next(tmp_path, monkeypatch):
+def test_the_interval_is_from_one_file_on_disk_to_the_next(tmp_path, monkeypatch):
     flags, now = parse(tmp_path, "--xpid run --checkpoint_interval_s 10"), [100.0]
     clock = types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0)
     monkeypatch.setattr(checkpoint_writer, "time", clock)
@@ -418,9 +414,7 @@ def test_no_checkpoint_is_written_while_updates_are_not_finite(tmp_path, caplog)
     assert writer.failure and saved_step(flags) == 300
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_and_says_which(
-    tmp_path, monkeypatch
-):
+def test_an_unwritable_checkpoint_leaves_the_one_before(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left")
 
@@ -433,9 +427,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_and_says_whic
         assert writer.failure.endswith(f"of step 200 could not be written (No space left): {what}")
 
 
-def test_other_processes_hold_still_while_a_checkpoint_is_packed_not_while_it_is_written(
-    tmp_path, monkeypatch
-):
+def test_others_hold_still_while_a_checkpoint_is_packed(tmp_path, monkeypatch):
     flags, events, pack = parse(tmp_path), [], checkpoint.pack
     learner = create_learner(flags)
 

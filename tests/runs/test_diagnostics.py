@@ -110,7 +110,7 @@ def test_what_is_masked_does_not_count():
     assert to_floats(diagnostics.from_logits(*logits, targets, others[2], mask)) == before
 
 
-def test_without_logits_the_divergence_is_estimated_from_the_actions_taken():
+def test_without_logits_actions_estimate_the_divergence():
     num, rng = 200_000, torch.Generator().manual_seed(0)
     behavior, target = torch.randn(2, A, generator=rng).log_softmax(-1)
     actions = torch.multinomial(behavior.exp(), num, replacement=True, generator=rng)
@@ -124,7 +124,7 @@ def test_without_logits_the_divergence_is_estimated_from_the_actions_taken():
 
 
 @pytest.mark.parametrize("sizes", [(4,), (1, 3), (2, 2), (1, 1, 1, 1)])
-def test_moments_of_several_learners_make_the_metrics_of_all_their_batches_as_one(sizes):
+def test_moments_of_learners_make_the_metrics_of_one_batch(sizes):
     behavior, target, targets, values, mask, _ = random_batch(3, difference=2)
     mask[:, 3] = False  # a learner whose batch has nothing to learn from
     parts = [x.split(sizes, dim=1) for x in (behavior, target, *targets, values, mask)]
@@ -201,7 +201,7 @@ def test_the_worst_is_shown_and_each_is_logged(watched, caplog):
     assert watched.text(bad | {"effective_sample_size": 0.01}, 1) == "ESS 0.01"
 
 
-def test_what_comes_and_goes_is_no_hint_nor_is_a_tick_without_an_update(watched, caplog):
+def test_a_passing_value_or_a_tick_without_update_is_no_hint(watched, caplog):
     assert watched.text({}, 1) == "ok"  # of a loss of one's own
     bad = GOOD | {"entropy_share": 0.0}
     ticks = [bad] * (diagnostics.PATIENCE - 1)
@@ -212,7 +212,7 @@ def test_what_comes_and_goes_is_no_hint_nor_is_a_tick_without_an_update(watched,
     assert watched.text({}, 1) == "ok"
 
 
-def test_each_check_is_of_a_metric_that_there_is_and_names_flags_that_there_are():
+def test_each_check_names_metrics_and_flags_that_exist():
     for check in diagnostics.CHECKS:
         assert check.name in (*NAMES, "clipped_updates", "policy_lag_max")
         assert check.severity(check.limit) == 0 and check.severity(check.worst) == 1
@@ -223,7 +223,7 @@ def test_each_check_is_of_a_metric_that_there_is_and_names_flags_that_there_are(
                 assert flag in vars(program.parser.parse_args([]))
 
 
-def test_a_run_logs_its_health_but_does_not_judge_the_first_updates(tmp_path, monkeypatch, caplog):
+def test_a_run_logs_its_health_but_not_of_the_first_updates(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(diagnostics, "WARM_UP", 5)
     monkeypatch.setattr(diagnostics, "PATIENCE", 2)

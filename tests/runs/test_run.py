@@ -57,7 +57,7 @@ def start(tmp_path, arguments=CPU_ONLY, **kwargs):
     return Run(flags, create_learner(flags, **kwargs))
 
 
-def test_a_new_run_says_that_it_is_new_and_a_resumed_one_that_it_is_resumed(tmp_path, caplog):
+def test_a_run_logs_whether_it_is_new_or_resumed(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     with start(tmp_path) as run:
         record(run)
@@ -75,13 +75,13 @@ def test_a_new_run_says_that_it_is_new_and_a_resumed_one_that_it_is_resumed(tmp_
 
 
 @pytest.mark.parametrize("metrics", [{"total_loss": 1.0}, UPDATE | {"step": 1.0}])
-def test_metrics_without_steps_or_with_a_name_of_ours_are_refused(tmp_path, metrics):
+def test_metrics_without_steps_or_with_our_names_are_refused(tmp_path, metrics):
     with start(tmp_path) as run:
         with pytest.raises(ValueError, match="must have `steps`, .* and none of .*'step'"):
             record(run, metrics)
 
 
-def test_the_last_checkpoint_is_saved_also_where_the_last_row_cannot_be(tmp_path, monkeypatch):
+def test_the_last_checkpoint_is_saved_if_the_last_row_is_not(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         with start(tmp_path) as run:
             record(run)
@@ -134,7 +134,7 @@ def test_metrics_are_means_over_a_tick_also_those_of_ones_own(tmp_path, caplog):
     assert "return - | loss - " in line and "lag -/-/- " in line and line.endswith("left -")
 
 
-def test_what_no_checkpoint_can_hold_ends_a_run_before_it_starts_or_at_the_next_one(tmp_path):
+def test_what_no_checkpoint_can_hold_ends_a_run_early(tmp_path):
     folder = tmp_path / "run"
     for name, spoil in {
         "--root": lambda run: setattr(run._flags, "root", folder),
@@ -194,7 +194,7 @@ def test_the_last_step_ends_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("error", [EnvError("all actors died"), RuntimeError("out of luck")])
-def test_an_error_is_in_meta_and_only_one_of_the_environments_leaves_a_checkpoint(tmp_path, error):
+def test_an_error_is_in_meta_and_an_environments_is_saved(tmp_path, error):
     with pytest.raises(type(error)):
         with start(tmp_path) as run:
             record(run)
@@ -216,7 +216,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(tmp_path, caplog):
     assert "grad_norm" not in row
 
 
-def test_updates_in_a_row_that_are_not_finite_end_the_run_and_leave_their_batch(tmp_path):
+def test_updates_that_stay_not_finite_end_the_run(tmp_path):
     message = (
         f"{MAX_SKIPPED} updates in a row.*bad_batch.tar.*Beyond 1e.06 or not finite in it: "
         "frame, policy_logits. Look at .*mask.*; else try a lower --learning_rate"
@@ -236,7 +236,7 @@ def test_updates_in_a_row_that_are_not_finite_end_the_run_and_leave_their_batch(
     assert load(tmp_path / "run" / "model.tar")["step"] == 100
 
 
-def test_a_last_checkpoint_that_cannot_be_written_is_an_error_that_says_what_is_lost(small_disk):
+def test_an_unwritable_last_checkpoint_is_an_error(small_disk):
     reason = r"model.tar of step 200 could not be written \(No space .*that of step 100 stays"
     with pytest.raises(FlagError, match=reason):
         with start(small_disk) as run:
@@ -250,7 +250,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error_that_says_what_is_
     assert load(small_disk / "run" / "model.tar")["step"] == 200
 
 
-def test_torchrun_does_not_start_a_stopped_run_anew_because_the_disk_is_full(small_disk):
+def test_torchrun_does_not_restart_a_stopped_run_on_a_full_disk(small_disk):
     with start(small_disk) as run:
         run._group = Alone()
         run._group.by_torchrun = True
@@ -292,7 +292,7 @@ def test_a_lost_terminal_stops_a_run_unless_it_is_ignored(handler):
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_stop_signal_ends_the_run_with_a_checkpoint_and_its_status(tmp_path, number, caplog):
+def test_a_stop_signal_ends_a_run_with_checkpoint_and_status(tmp_path, number, caplog):
     caplog.set_level(logging.INFO)
     handlers = [signal.getsignal(n) for n in STOP_SIGNALS]
     with start(tmp_path) as run:

@@ -36,9 +36,7 @@ def open_folder():
             folder.close("ended")
 
 
-def test_changes_of_the_code_are_described_alike_whatever_the_configuration_of_git(
-    tmp_path, monkeypatch
-):
+def test_changes_of_the_code_are_alike_in_any_git_configuration(tmp_path, monkeypatch):
     def git(*arguments):
         subprocess.run(["git", "-C", tmp_path, *arguments], check=True, capture_output=True)
 
@@ -71,9 +69,7 @@ def test_a_folder_in_use_is_refused_until_it_is_free(tmp_path, open_folder):
     open_folder(flags)
 
 
-def test_meta_and_log_say_how_a_run_ended_and_meta_holds_earlier_ones(
-    tmp_path, open_folder, caplog
-):
+def test_meta_and_log_say_how_a_run_and_earlier_ones_ended(tmp_path, open_folder, caplog):
     caplog.set_level(logging.INFO)
     flags, path = parse(tmp_path), tmp_path / "run"
     folder = open_folder(flags)
@@ -145,9 +141,7 @@ def test_what_a_killed_process_had_begun_to_write_is_removed(tmp_path, open_fold
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_full_disk_tears_no_file_and_the_run_continues_and_says_so(
-    small_disk, open_folder, caplog
-):
+def test_a_full_disk_tears_no_file_and_the_run_continues(small_disk, open_folder, caplog):
     caplog.set_level(logging.INFO)
     flags, path = parse(small_disk), small_disk / "run"
     folder, learner = open_folder(flags), create_learner(flags)
@@ -195,9 +189,7 @@ def test_a_full_disk_tears_no_file_and_the_run_continues_and_says_so(
     assert read_meta(path)["status"] == "ended"
 
 
-def test_wandb_gets_the_same_metrics_and_a_resumed_run_continues_there(
-    tmp_path, open_folder, monkeypatch
-):
+def test_wandb_gets_the_same_metrics_and_resumes(tmp_path, open_folder, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     flags, ids = parse(tmp_path, "--xpid run --wandb"), []

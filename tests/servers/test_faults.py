@@ -13,7 +13,7 @@ SHORT = "--minutes 0.25 --faults 6 --seed 604 --patience 20"
 @pytest.mark.whole
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("program", ["polybeast", "monobeast"])
-def test_training_survives_faults_names_them_and_leaves_nothing_behind(program, tmp_path):
+def test_training_survives_faults_and_leaves_nothing_behind(program, tmp_path):
     arguments = (SHORT, "--program", program, "--folder", tmp_path)
     with Program(ROOT / "campaigns" / "faults.py", *arguments) as campaign:
         status, output = campaign.end(seconds=500)
@@ -22,7 +22,7 @@ def test_training_survives_faults_names_them_and_leaves_nothing_behind(program, 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("program", ["monobeast", pytest.param("gala", marks=pytest.mark.long)])
-def test_a_few_kills_at_random_moments_lose_nothing_that_was_saved(program):
+def test_kills_at_random_moments_lose_nothing_that_was_saved(program):
     # It sees for itself that everything is as it should be.
     status, output = run(ROOT / "campaigns" / "preemption.py", "--kills 2 --program", program)
     assert status == 0, output

@@ -60,7 +60,7 @@ def deep(depth, key="a"):
      ({"spaces": SPACES, "env": "a\nb"}, "whose name cannot be used: 'a.nb'"),
      ({"spaces": SPACES, "num_envs": 5000}, "5,000 environments a stream")],
 )  # fmt: skip
-def test_a_server_that_cannot_be_used_is_named_and_the_others_count(handshake, message, caplog):
+def test_an_unusable_server_is_named_and_the_others_count(handshake, message, caplog):
     bad, good = FakeServer(obey(**handshake)), FakeServer(obey(2, spaces=SPACES))
     for addresses in ([bad.address, good.address], [good.address, bad.address]):
         assert servers.query_servers(addresses, None)["spaces"] == SPACES
@@ -88,7 +88,7 @@ def test_what_most_servers_say_counts_whoever_answers_first(fake_query, order):
     assert servers.query_servers(order.split(), None) == {"num_envs": 4}
 
 
-def test_where_servers_differ_the_first_in_the_list_that_answers_counts(fake_query, monkeypatch):
+def test_where_servers_differ_the_first_that_answers_counts(fake_query, monkeypatch):
     ended = threading.Event()
 
     def query(address):
@@ -104,9 +104,7 @@ def test_where_servers_differ_the_first_in_the_list_that_answers_counts(fake_que
     ended.set()
 
 
-def test_the_log_says_soon_which_servers_are_waited_for_and_later_why(
-    fake_query, caplog, monkeypatch
-):
+def test_the_log_names_servers_waited_for_and_later_why(fake_query, caplog, monkeypatch):
     monkeypatch.setattr(servers, "FIRST_LINE", 0)
     failures = [TimeoutError(f"no environment server at host:{i} within 20 s") for i in (2, 1)]
 
@@ -130,7 +128,7 @@ def parse(*arguments):
     return polybeast.parser.parse_args(arguments)
 
 
-def test_connect_gives_what_the_servers_say_of_their_environments():
+def test_connect_returns_the_servers_environment():
     with serving(None, ANY_PORT, make_environments=make_many(Catch, 4), env="Catch") as address:
         with servers.connect(parse("--server_addresses", address), None) as found:
             assert found.addresses == [address] and found.num_envs == 4
@@ -173,7 +171,7 @@ def create_nothing(num_envs, seed, name):
          "is Catch, but .* play Asterix"),  # though of equal spaces
     ],
 )  # fmt: skip
-def test_servers_none_of_which_can_be_used_end_the_run_with_the_reason(tmp_path, start, message):
+def test_servers_that_all_are_unusable_end_the_run(tmp_path, start, message):
     server = start()
     arguments = ["--env", "Catch", "--savedir", str(tmp_path)]
     with pytest.raises((EnvError, FlagError), match=message):
@@ -203,7 +201,7 @@ def test_flags_that_cannot_be_are_refused_before_anything_starts(arguments, mess
         polybeast.resolve(parse(*arguments.split()))
 
 
-def test_a_game_that_a_module_makes_is_taken_over_only_where_it_was_given():
+def test_a_game_of_a_module_is_taken_over_only_where_given():
     found = SimpleNamespace(env="my-evil:Pong-v0", frame_skip=1)
     with pytest.raises(FlagError, match="play 'my-evil:Pong-v0', .* add --env my-evil:Pong-v0$"):
         servers.adopt_env(SimpleNamespace(env=None, eval_interval=1), found)
@@ -215,7 +213,7 @@ class Started(Exception):
     """Servers were to be started."""
 
 
-def test_flags_of_the_learner_reach_local_servers_but_no_secret_does(monkeypatch):
+def test_local_servers_get_the_learners_flags_but_no_secret(monkeypatch):
     commands = []
 
     def start(command, **kwargs):

@@ -175,7 +175,7 @@ class RandomNet(nn.Module):
         return {"action": torch.randint(3, inputs["reward"].shape)}, agent_state
 
 
-def test_a_batch_says_who_acted_and_a_time_limit_comes_as_a_row_of_its_own():
+def test_a_batch_says_who_acted_and_has_rows_of_time_limits():
     model = RandomNet()
     learner = SimpleNamespace(lock=threading.RLock(), model=model, weights=LocalWeights(model))
     echoes = make_many(lambda: Echo(length=PERIOD - 1, truncates=True))
