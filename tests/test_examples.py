@@ -179,8 +179,7 @@ def is_long(name):
 @pytest.mark.whole
 @pytest.mark.timeout(2 * DEADLINE)
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=is_long(n)) for n in EXAMPLES if n.rpartition("_")[0] in GOALS],
+    "name", [pytest.param(n, marks=is_long(n)) for n in EXAMPLES if n.rpartition("_")[0] in GOALS]
 )
 def test_an_example_is_learned(apply, name):
     example, _, program = name.rpartition("_")

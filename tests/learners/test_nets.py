@@ -283,12 +283,7 @@ def test_a_net_of_other_actions_than_the_environments_is_refused():
             create_net(AtariNet, SPACE, space)
 
 
-NETS = {
-    "monobeast": AtariNet,
-    "polybeast": polybeast.AtariNet,
-    "ppo": ppo.Net,
-    "gala": gala.Net,
-}
+NETS = {"monobeast": AtariNet, "polybeast": polybeast.AtariNet, "ppo": ppo.Net, "gala": gala.Net}
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,10 @@ from beast.learners import torchrun
     "program", ["monobeast", pytest.param("polybeast", marks=pytest.mark.long)]
 )
 def test_two_learners_train_resume_and_end_by_sigterm_as_one(tmp_path, program):
-    with train(2, tmp_path, program, "--total_steps 20_000 --seed 3") as process:
+    with train(2, tmp_path, program, "--total_steps 5000 --seed 3") as process:
         finish(process)
     (contents, _), folder = results(tmp_path), tmp_path / "run"
-    assert contents["stats"]["step"] >= 20_000
+    assert contents["stats"]["step"] >= 5000
     assert len(contents["stats"]["game_returns"]) == 100
     assert last_step(folder) == contents["stats"]["step"] == load(folder / "model.tar")["step"]
     log = (folder / "out.rank1.log").read_text()
@@ -40,7 +40,7 @@ def test_two_learners_train_resume_and_end_by_sigterm_as_one(tmp_path, program):
 
     number = {"monobeast": 1, "polybeast": 3}[program]
     with train(number, tmp_path, program, "--total_steps 10_000_000") as process:
-        process.wait_until(lambda: last_step(folder) > 25_000)
+        process.wait_until(lambda: last_step(folder) > 6000)
         process.process.terminate()  # torchrun passes it on
         process.end()
         process.wait_for_members()
@@ -69,21 +69,22 @@ def test_a_rank_without_batches_holds_nobody_up(tmp_path, program):
         path = folder / "out.rank1.log"
         return re.findall(r"\| lag (\S+)", path.read_text())[-1:] if path.exists() else []
 
-    with train(2, tmp_path, program, "--total_steps 10_000_000 --seed 1") as process:
+    arguments, options = "--total_steps 10_000_000 --seed 1", "--max-restarts 1"
+    with train(2, tmp_path, program, arguments, options=options) as process:
         process.wait_until(lambda: last_step(folder) > 2000 and lags())
         stopped = descendants(process.rank(1))
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         process.wait_until(lambda: lags() == ["-/-/-"])
         step = last_step(folder)
-        process.wait_until(lambda: last_step(folder) > step + 5000)
+        process.wait_until(lambda: last_step(folder) > step + 2000)
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
         process.wait_until(lambda: lags() != ["-/-/-"])
-        os.kill(process.rank(1), signal.SIGTERM)  # of one of them, which asks the others
+        os.kill(process.rank(1), signal.SIGTERM)  # upon which torchrun does not start them anew
         finish(process)
     for content in results(tmp_path):
-        assert content["status"] == 0 and content["stats"]["step"] > step + 5000
+        assert content["status"] == 0 and content["stats"]["step"] > step + 2000
 
 
 LIMIT = 40  # seconds, within which the run has ended, or has begun anew
@@ -113,8 +114,8 @@ def disturb(process, folder, how, victim):
         ("cut", 0, "polybeast", 1),
         pytest.param("cut", 1, "monobeast", 0, marks=pytest.mark.long),
         pytest.param("SIGTERM", 0, "monobeast", 0, marks=pytest.mark.long),
-        ("SIGTERM", 1, "polybeast", 1),
-        ("torchrun SIGTERM", 0, "polybeast", 0),
+        pytest.param("SIGTERM", 1, "polybeast", 1, marks=pytest.mark.long),
+        pytest.param("torchrun SIGTERM", 0, "polybeast", 0, marks=pytest.mark.long),
         pytest.param("torchrun SIGTERM", 1, "monobeast", 1, marks=pytest.mark.long),
         ("torchrun SIGKILL", 0, "monobeast", 0),
     ],
@@ -162,11 +163,7 @@ def test_a_rank_that_ends_ends_the_run_or_has_it_restarted(
         ({"LOCAL_WORLD_SIZE": "4"}, "", "LOCAL_WORLD_SIZE is 4, but WORLD_SIZE is 2"),
         ({"WORLD_SIZE": "two"}, "", "to numbers"),
         ({"RANK": None}, "", "to numbers, but they are {'RANK': None"),
-        (
-            {"LOCAL_RANK": "1"},
-            "",
-            "RANK is 0, but LOCAL_RANK is 1, of 2 learners here and 2 in all",
-        ),
+        ({"LOCAL_RANK": "1"}, "", "RANK is 0, but LOCAL_RANK is 1, of 2 learners here and 2 in"),
         ({"MASTER_PORT": None}, "", "RANK is 0, but MASTER_PORT is not set"),
         ({}, "--mode test", "--mode test is for one process"),
         ({}, "--deterministic --batch_size 16", "--deterministic makes runs the same"),
@@ -214,7 +211,6 @@ def test_programs_for_one_learner_refuse_several_at_once(program, monkeypatch, t
     ("other", "message"),
     [
         ("--learning_rate=0.5", "rank 1 has {'learning_rate': 0.5}, rank 0 {'"),
-        ("--total_steps=5", "rank 1 has {'total_steps': 5}, rank 0 {'"),
         ("commit", "the same commit: rank 1 has 0123abc, rank 0 "),
         ("environment", "the same environment: rank 1 has Box("),
         ("optimizer", "the same optimizer: rank 1 has Adam, rank 0 RMSprop"),
@@ -235,7 +231,7 @@ def test_a_rank_that_differs_is_refused_with_both_values(tmp_path, other, messag
     ("how", "victim", "status", "message"),
     [
         ("SIGTERM", 0, 0, ""),  # which waits for the other one
-        ("SIGTERM", 1, 0, ""),
+        pytest.param("SIGTERM", 1, 0, "", marks=pytest.mark.long),
         ("torchrun SIGTERM", None, 1, ""),
         ("SIGKILL", 1, 1, "Signal 9 (SIGKILL)"),
         pytest.param(
@@ -327,8 +323,11 @@ def test_a_rank_ends_where_calls_of_the_store_do_not_return(monkeypatch, start):
 @pytest.mark.parametrize(
     ("program", "options"),
     [
-        ("monobeast", "--node-rank {node} --master-addr localhost --master-port {port}"),
-        ("polybeast", "--rdzv-backend c10d --rdzv-id run --rdzv-endpoint localhost:{port}"),
+        pytest.param(
+            *("polybeast", "--node-rank {node} --master-addr localhost --master-port {port}"),
+            marks=pytest.mark.long,
+        ),
+        ("monobeast", "--rdzv-backend c10d --rdzv-id run --rdzv-endpoint localhost:{port}"),
     ],
 )
 def test_two_agents_on_one_machine_train_and_evaluate_as_one_run(tmp_path, program, options):
@@ -336,7 +335,7 @@ def test_two_agents_on_one_machine_train_and_evaluate_as_one_run(tmp_path, progr
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     nodes = ["--nnodes 2 " + options.format(node=node, port=port) for node in (0, 1)]
-    arguments = "--total_steps 10_000_000 --eval_interval 5000 --num_episodes 2"
+    arguments = "--total_steps 10_000_000 --eval_interval 500 --num_episodes 2"
     folder = tmp_path / "run"
     with (
         train(1, tmp_path, program, arguments, where=nodes[0]) as first,

@@ -525,10 +525,7 @@ def frame(*numbers):
 
 
 LIES = {
-    "another frame": (
-        {"observation": frame(*[0.5] * 3)},
-        "frame .*float64.2, 3.",
-    ),
+    "another frame": ({"observation": frame(*[0.5] * 3)}, "frame .*float64.2, 3."),
     "a number outside its space": ({"observation": frame(0, 5, 0)}, "the number 5, .* 0 to 4"),
     "an action of nobody": ({"last_action": np.array([0, 99]).tobytes()}, "last_action"),
     "no return": ({"game_return": np.array([0, np.nan], "f").tobytes()}, "game_return has"),

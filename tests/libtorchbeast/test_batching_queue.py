@@ -109,9 +109,7 @@ def test_closed_means_closed(closable):
 
 
 @pytest.mark.parametrize(
-    "leaf",
-    [None, 1, 1.5, "text", object(), {1, 2}, np.array(["a", "b"])],
-    ids=type,
+    "leaf", [None, 1, 1.5, "text", object(), {1, 2}, np.array(["a", "b"])], ids=type
 )
 def test_leaves_that_are_no_arrays_are_refused(leaf):
     queue = BatchingQueue(batch_dim=0)

@@ -21,9 +21,7 @@ def test_a_fork_learns_catch_and_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []  # no socket
 
 
-def test_a_forks_learner_ends_with_its_servers_program(
-    tmp_path,
-):
+def test_a_forks_learner_ends_with_its_servers_program(tmp_path):
     address = ("--pipes_basename", f"unix:{tmp_path}/catch")
     arguments = ("--external_servers --num_actors 4 --total_steps 1_000_000_000", *address)
     with Program(ENV, *address) as servers, Program(LEARNER, *arguments) as learner:

@@ -32,14 +32,7 @@ import atari_wrappers
 import libtorchbeast
 from beast.envs.environments import Environments
 from beast.nest import map_nest
-from libtorchbeast import (
-    ActorPool,
-    BatchingQueue,
-    DynamicBatcher,
-    Server,
-    server,
-    wire,
-)
+from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher, Server, server, wire
 from libtorchbeast import rpcenv_pb2 as pb
 from libtorchbeast.plain_environments import PlainEnvironments
 

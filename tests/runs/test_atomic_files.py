@@ -65,8 +65,7 @@ def test_csv_grows_by_columns_and_can_be_read_after_each_row(make_csv, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "num_rows, torn",
-    [(5, ""), (3, ""), (3, "3"), (3, "3,1795246641.4,4"), (3, "3,1,2,\x00")],
+    "num_rows, torn", [(5, ""), (3, ""), (3, "3"), (3, "3,1795246641.4,4"), (3, "3,1,2,\x00")]
 )
 def test_csv_continues_without_later_rows_and_a_torn_one(make_csv, tmp_path, num_rows, torn):
     table = make_csv()
