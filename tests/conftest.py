@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,6 +12,10 @@ import pytest
 
 # Background jobs of a shell inherit that it is ignored, and so would the programs under test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Whichever test starts the fork server of this process: its processes then start in a moment.
+multiprocessing.set_forkserver_preload(["torch", "gymnasium", "ale_py"])
 
 
 @pytest.hookimpl(wrapper=True)

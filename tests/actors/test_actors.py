@@ -96,18 +96,10 @@ class Rig:
             self.actors.release(indices)
 
 
-@pytest.fixture(scope="module")
-def context():
-    context = multiprocessing.get_context("forkserver")
-    # Actors then start in a moment. (Our own files the server of Python 3.11 would not find.)
-    context.set_forkserver_preload(["torch"])
-    return context
-
-
 @pytest.fixture
-def make_rig(context, monkeypatch, tmp_path):
+def make_rig(monkeypatch, tmp_path):
     monkeypatch.setattr(actors, "PAUSES", (0,))
-    rigs = []
+    context, rigs = multiprocessing.get_context("forkserver"), []
 
     def make(**overrides):
         rigs.append(Rig(context, tmp_path / "marker", **overrides))
