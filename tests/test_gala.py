@@ -158,6 +158,7 @@ def mix_for_ever(mailboxes, agent, model, spreads, mixes):
         assert spreads[agent] == 0
 
 
+@pytest.mark.whole
 def test_processes_agree_though_one_is_killed():
     """Each number of a message is the same, so that one of two messages would show."""
 
@@ -308,6 +309,7 @@ def learn_with_averages(agent, rows, path):
     return learn_five_times(parse("--exchange allreduce"), rows)
 
 
+@pytest.mark.whole
 def test_averaged_gradients_are_those_of_all_environments(tmp_path):
     model, flags = Table(), parse()
     rows = make_rows(model)

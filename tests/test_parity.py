@@ -74,7 +74,7 @@ def test_a_resumed_learner_goes_on_as_an_uninterrupted_one(number, tmp_path):
         metrics = []
         for seed in seeds:
             metrics.append(
-                program.learn(flags, learner.model, make_batch(seed), (), learner.optimizer)
+                program.learn(flags, learner.model, make_batch(seed, 3, 2), (), learner.optimizer)
             )
             learner.count(metrics[-1]["steps"], [], [])
         return metrics

@@ -378,7 +378,7 @@ def begin(flags, create_env):
 @pytest.mark.parametrize(
     ("env", "arguments"),
     [("CartPole-v1", ""), ("CartPole-v1", "--num_groups 2 --use_gru"),
-     ("Pendulum-v1", "--use_gru"), ("Pendulum-v1", "--num_groups 2")],
+     ("Pendulum-v1", "--use_gru")],
 )  # fmt: skip
 def test_before_the_first_step_the_policy_is_the_one_that_acted(env, arguments):
     """Rows, answers and recurrent states are aligned, over ends of episodes, too.

@@ -265,6 +265,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("how", ["raises", "exits", "is killed"])
 def test_processes_that_hang_end_with_their_parent(tmp_path, how):
     (tmp_path / "parent.py").write_text(PARENT)
@@ -276,6 +277,7 @@ def test_processes_that_hang_end_with_their_parent(tmp_path, how):
     assert status == statuses[how], output
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("num_processes", [0, 2])
 def test_wake_ends_a_wait_and_every_later_one(environments, tmp_path, num_processes):
     gated = environments(functools.partial(Gated, tmp_path / "gate"), num_processes)

@@ -10,7 +10,8 @@ the program, playing Catch. At the end each rank writes what it has into FOLDER/
 Files in FOLDER have a rank do something, once: `fail1` has rank 1 raise an error, `cut1` has it cut
 all its connections. `spoil1` makes its rewards NaN from then on. Arguments after OTHER: are of rank
 1 alone; OTHER:commit, OTHER:net, OTHER:optimizer and OTHER:environment give it another one; with
-OTHER:late it has no environments for a long time.
+OTHER:late it has no environments for a long time. RANK_TIMEOUT in the environment is how long ranks
+wait for one another.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from batches import SPACE, A, make_batch
 import monobeast
 import polybeast
 from beast.actors.weights import LocalWeights
-from beast.learners import torchrun
+from beast.learners import learner_group, torchrun
 from beast.learners.exchange import Exchange
 from beast.learners.learner import Learner
 from beast.learners.learner_group import ALONE
@@ -163,6 +164,7 @@ def main():
     if sys.argv[1] == "--mode":  # an evaluation
         return PROGRAMS[os.environ["RANK_PROGRAM"]].main()
     kind, folder, program_name, *arguments = sys.argv[1:]
+    torchrun.TIMEOUT = learner_group.TIMEOUT = int(os.environ.get("RANK_TIMEOUT", torchrun.TIMEOUT))
     program, os.environ["RANK_PROGRAM"] = PROGRAMS[program_name], program_name
     if kind == "updates":
         found = torchrun.join_group(program.parser.parse_args(["--disable_cuda"]))

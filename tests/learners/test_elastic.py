@@ -32,7 +32,7 @@ CATCH = "--env Catch --disable_cuda --num_actors 1 --envs_per_actor 4 --batch_si
 @pytest.mark.parametrize(
     "options",
     [
-        "--kills 3 --learners 3 --program polybeast",
+        "--kills 2 --learners 3 --program polybeast",
         pytest.param("--kills 1 --learners 2 --target lighthouse", marks=pytest.mark.long),
     ],
 )

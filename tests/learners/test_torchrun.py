@@ -125,9 +125,10 @@ def test_a_rank_that_ends_ends_the_run_or_has_it_restarted(
 ):
     folder, model, before = tmp_path / "run", tmp_path / "run" / "model.tar", shared_memory()
     arguments = "--total_steps 10_000_000 --checkpoint_interval_s 1"
-    options = f"--max-restarts {restarts}"
+    options, environment = f"--max-restarts {restarts}", {"TMPDIR": str(tmp_path)}
+    environment |= {"RANK_TIMEOUT": "10"} if how == "SIGSTOP" else {}
     is_wanted = "SIGTERM" in how  # and so no reason to start anew
-    with train(2, tmp_path, program, arguments, options=options, TMPDIR=str(tmp_path)) as process:
+    with train(2, tmp_path, program, arguments, options=options, **environment) as process:
         # Saved, not only logged: a run that resumes at step 0 says that it is new.
         process.wait_until(lambda: model.exists() and load(model)["step"] > 2000)
         first = process.rank(0)

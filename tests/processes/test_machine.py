@@ -312,7 +312,10 @@ def test_all_threads_of_a_learner_share_one_arena(tmp_path):
     (tmp_path / "arenas").mkdir()
     script = tmp_path / "counting.py"
     script.write_text(COUNTING.format(root=str(ROOT), folder=str(tmp_path / "arenas")))
-    arguments = "--env PongNoFrameskip-v4 --total_steps 1000 --disable_checkpoint --savedir"
+    arguments = "--env PongNoFrameskip-v4 --num_servers 1 --num_actors 2 --envs_per_stream 4 "
+    arguments += (
+        "--batch_size 4 --unroll_length 20 --total_steps 400 --disable_checkpoint --savedir"
+    )
     assert run(script, arguments, tmp_path)[0] == 0
     [file] = (tmp_path / "arenas").iterdir()
     assert file.read_text().count("<heap nr=") == 1

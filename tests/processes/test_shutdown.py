@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How both programs end, whatever they are doing: with which status, and what they leave.
 
-Stop signals to runs that simply learn, resume or play are in test_programs.py.
+Stop signals to runs that simply learn, resume or play are in test_programs.py, and SIGKILL of those
+of MonoBeast is in test_faults.py.
 """
 
 import os
@@ -41,7 +42,6 @@ def children_are_stopped(program, folder):
 
 CASES = [  # the program with its state, its flags, whether it is in the state, and how it ends
     ("mono-starting", TRAIN, prints("New run"), "SIGKILL"),
-    ("mono-learning", TRAIN, learns, "SIGKILL"),
     ("mono-learning", TRAIN, learns, "twice"),
     ("mono-children-stopped", TRAIN, children_are_stopped, "SIGINT"),
     ("poly-starting", TRAIN, prints("Starting environment servers"), "SIGINT"),

@@ -69,7 +69,7 @@ def test_a_job_that_was_suspended_goes_on_with_all_its_processes(tmp_path):
         ROOT / "ppo.py": "--env CartPole-v1 --num_envs 4 --unroll_length 32 --disable_cuda",
         ROOT / "gala.py": agents,
     }
-    stall_timeout_s, before = 4, {}  # five times as long is enough to start
+    stall_timeout_s, before = 3, {}  # five times as long is enough to start
 
     def send(program, number):
         for pid in program.members():
@@ -135,7 +135,7 @@ def test_the_main_thread_sleeps_between_two_looks_after_the_run(tmp_path, monkey
 @pytest.mark.whole
 def test_a_thread_that_beats_or_has_ended_is_not_logged(watch, caplog):
     looked = threading.Semaphore(0)
-    watchdog = watch(8, lambda: looked.release() or [])
+    watchdog = watch(4, lambda: looked.release() or [])
     thread = threading.Thread(target=lambda: watchdog.beat("ends"), name="short")
     thread.start()
     thread.join()

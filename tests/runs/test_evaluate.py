@@ -535,7 +535,7 @@ LONG = "--env Catch --xpid run --total_steps 1_000_000_000 --eval_interval 500 -
 
 
 @pytest.mark.whole
-@both
+@pytest.mark.parametrize("name", ["monobeast", pytest.param("polybeast", marks=pytest.mark.long)])
 def test_a_training_is_evaluated_and_ends_its_evaluation(name, tmp_path):
     folder = tmp_path / "run"
     with Program(SCRIPTS[name], SMALL[name], LONG, "--savedir", tmp_path) as program:
