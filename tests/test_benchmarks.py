@@ -54,6 +54,7 @@ def test_each_part_of_gpu_sh_runs_all_stages_and_is_limited(tmp_path, part, minu
     assert output.endswith(f"failed: {failed}\n") and status == (failed != "none")
 
 
+@pytest.mark.whole
 def test_a_stage_of_gpu_sh_that_hangs_is_ended(tmp_path):
     hanging = tmp_path / "python"
     hanging.write_text("#!/bin/sh\nexec sleep 100\n")

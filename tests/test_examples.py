@@ -101,6 +101,7 @@ def load(monkeypatch):
     return load
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("diff", EXAMPLES.values(), ids=EXAMPLES)
 def test_a_diff_applies_and_leaves_tidy_code_that_learns(apply, load, diff):
     quoted = [line for line in diff.splitlines() if re.match(r"[ +-](import|from) ", line)]

@@ -375,6 +375,7 @@ def begin(flags, create_env):
     return flags, groups, batches, model, ppo.create_optimizer(flags, model)[0]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("env", "arguments"),
     [("CartPole-v1", ""), ("CartPole-v1", "--num_groups 2 --use_gru"),

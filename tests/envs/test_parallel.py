@@ -124,6 +124,7 @@ def test_rows_are_those_of_one_process(environments, create_env, num_processes):
     assert_equal(play(several, 20), play(one, 20))  # begun anew
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("num_processes", [0, 2])
 def test_two_groups_in_turn_are_one_group_of_the_same_seeds(environments, num_processes):
     seeds = draw_seeds(7, 4)
@@ -158,6 +159,7 @@ def test_an_environment_that_raises_gives_its_traceback(environments):
         raising.step(np.zeros(5, np.int64))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("how", "num_steps"),
     [("SIGKILL", 4), ("SIGSTOP", 4), ("SIGKILL", 7)],  # after 7 episodes end, with a return of 28
