@@ -178,12 +178,6 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 # ------------------------------------------------------------------------------------------- slots
 
 
-def test_forty_cores_and_eight_gpus_have_room_for_four_runs():
-    slots = make_slots(40, 8, cores_per_run=10, gpus_per_run=2)
-    assert [slot.cores for slot in slots] == [[*range(i, i + 10)] for i in (0, 10, 20, 30)]
-    assert [slot.gpus for slot in slots] == [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]
-
-
 @pytest.mark.parametrize("runs_per_gpu", [1, 2, 3])
 @pytest.mark.parametrize("gpus_per_run", [None, 1, 2])
 @pytest.mark.parametrize("cores_per_run", [1, 3])

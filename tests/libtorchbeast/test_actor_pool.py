@@ -276,8 +276,10 @@ def arguments():
      ({"num_envs": "two"}, TypeError, "num_envs cannot be 'two'"),
      ({"num_evs": 2}, TypeError, "num_evs"),
      ({"seeds": ["1"]}, ValueError, "seeds"), ({"seeds": ["1", "2", "3"]}, ValueError, "seeds"),
-     ({"connect_timeout_s": 0}, ValueError, "timeout"),
-     ({"step_timeout_s": -1}, ValueError, "timeout"),
+     ({"connect_timeout_s": 0}, ValueError, "timeout.*must be positive"),
+     ({"step_timeout_s": 0}, ValueError, "timeout.*must be positive"),
+     ({"connect_timeout_s": float("nan")}, ValueError, "timeout.*must be positive"),
+     ({"step_timeout_s": float("nan")}, ValueError, "timeout.*must be positive"),
      ({"initial_agent_state": torch.zeros(3)}, ValueError, "array is float32.3.")],
     ids=repr,
 )  # fmt: skip
@@ -571,13 +573,6 @@ def test_of_an_environments_error_the_end_is_shown(start):
     with pytest.raises(ConnectionError, match="says: \\.\\.\\.xxx.*the ball is lost$") as caught:
         rig.running.result()
     assert 20_000 < len(str(caught.value)) < 20_200
-
-
-@pytest.mark.parametrize("option", ["step_timeout_s", "connect_timeout_s"])
-@pytest.mark.parametrize("value", [0, -1, float("nan")])
-def test_a_time_limit_that_is_not_positive_is_refused(option, value):
-    with pytest.raises(ValueError, match="must be positive"):
-        ActorPool(T, BatchingQueue(), DynamicBatcher(), ["localhost:1"], (), **{option: value})
 
 
 @pytest.mark.parametrize("seconds", [1e10, float("inf")])

@@ -124,15 +124,12 @@ def choose_actors(arguments, has_gpu=False):
     [
         (1, False, "", (2, 8)),
         (2, False, "", (2, 8)),
-        (2, True, "", (2, 8)),
         (4, False, "", (2, 8)),
         (4, True, "", (3, 8)),
         (16, False, "", (8, 8)),
         (16, True, "", (15, 8)),
         (64, False, "", (32, 4)),  # the policies would be too old with all of them, or with 8
         (64, True, "", (32, 4)),
-        (128, False, "", (32, 4)),
-        (128, True, "", (32, 4)),
         (64, True, "--batch_size 32", (63, 8)),
         (128, False, "--batch_size 32", (64, 8)),
         (128, True, "--batch_size 32", (127, 4)),
@@ -141,9 +138,7 @@ def choose_actors(arguments, has_gpu=False):
         (16, True, "--envs_per_actor 32", (4, 32)),
         (16, True, "--num_actors 20 --envs_per_actor 20", (20, 20)),
         (16, True, "--deterministic", (2, 8)),
-        (16, False, "--deterministic", (2, 8)),
         (64, False, "--deterministic", (2, 8)),
-        (128, True, "--deterministic", (2, 8)),
         (128, False, "--deterministic --batch_size 16 --num_buffers 32", (2, 8)),
         (16, False, "--num_buffers 40", (8, 4)),  # and a batch
         (16, False, "--num_buffers 24 --envs_per_actor 8", (2, 8)),
@@ -163,7 +158,6 @@ def test_actors_follow_the_machine(fake, cores, has_gpu, arguments, chosen):
     [
         (1, False, "", (2, 2, 8)),
         (2, False, "", (2, 2, 8)),
-        (2, True, "", (2, 2, 8)),
         (4, False, "", (2, 4, 8)),
         (4, True, "", (4, 8, 8)),
         (16, False, "", (8, 16, 8)),
@@ -171,8 +165,6 @@ def test_actors_follow_the_machine(fake, cores, has_gpu, arguments, chosen):
         (64, False, "", (32, 32, 4)),
         (64, True, "", (32, 32, 4)),
         (64, True, "--batch_size 32", (64, 128, 4)),
-        (128, False, "", (32, 32, 4)),
-        (128, True, "", (32, 32, 4)),
         (128, True, "--batch_size 32", (128, 128, 4)),
         (16, True, "--num_servers 4", (4, 8, 8)),
         (16, True, "--num_actors 6", (6, 6, 8)),
