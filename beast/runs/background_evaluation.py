@@ -87,7 +87,6 @@ class BackgroundEvaluation:
         torch.save(snapshot, content)
         arguments = ["--mode", "test", "--savedir", self._folder.parent, "--xpid", FOLDER]
         arguments += ["--result_file", self._folder / RESULT, "--end_with_stdin"]
-        arguments += ["--greedy"] if self._flags.greedy else []
         arguments += [f"--env={self._flags.env}"] if self._flags.env else []
         try:
             shutil.rmtree(self._folder, ignore_errors=True)  # of the evaluation before
