@@ -551,7 +551,7 @@ def test_a_lying_server_costs_its_stream_alone_and_is_named(start, lie, first):
     if not first:
         return
     ranges = dict(RANGES)
-    with pytest.raises(ConnectionRefusedError, match=f"{liar.address} sends a first .*{message}"):
+    with pytest.raises(ConnectionRefusedError, match=f"{liar.address} sent an invalid .*{message}"):
         query_server(liar.address, check=lambda handshake: ranges)
     assert query_server(good.address, check=lambda handshake: ranges)["num_envs"] == 2
 
