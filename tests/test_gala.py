@@ -649,6 +649,8 @@ def gossiped(gate):
     """What happened in a run with gossip, of which an agent stood still, and another was killed."""
 
     def act(program, path):
+        has_learned = lambda row: all(row[f"return_{i}"] for i in range(3))  # noqa: E731
+        program.wait_until(lambda: has_learned(read_rows(gate.folder)[-1]))
         path.touch()
         wait_for_steps(program, gate.folder, 2000)
         path.unlink()
