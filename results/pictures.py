@@ -158,6 +158,7 @@ def draw_suite(name, is_impala):
             flags = run.meta["flags"]
             label = "LSTM, " if flags.get("use_lstm") else ""
             label += "deep net, " if flags.get("model") == "deep" else ""
+            label += "GPU, " if run.meta.get("device", "cpu") != "cpu" else ""
             # Of other programs, runs that differ by their seeds alone share a color.
             arm = run.name if is_impala else run.name.rpartition("-")[0]
             label = f"{label}seed {flags['seed']}" if is_impala else arm
