@@ -30,7 +30,6 @@ import warnings
 import gymnasium as gym
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 import atari_wrappers
@@ -46,9 +45,8 @@ from beast.gossip.agent_memory import AgentMemory, make_equal
 from beast.gossip.agents import Agents
 from beast.gossip.consensus import Consensus, flatten
 from beast.gossip.population import Population
-from beast.learners import devices
+from beast.learners import devices, nets
 from beast.learners.learner import Learner, create_state, raise_squares
-from beast.learners.nets import create_net, find_image, may_be_image, scale_image
 from beast.learners.normalizer import OneHot
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
@@ -127,47 +125,6 @@ def create_env(flags):
     return gym.make(flags.env, render_mode=flags.render_mode)
 
 
-class CenteredConv2d(nn.Conv2d):
-    """A convolution of what differs between the pixels of a patch, not of their mean brightness.
-
-    Most of a frame is background. Filters that respond to it spend the first updates on its
-    brightness, and find a ball of two pixels only hundreds of thousands of steps later.
-    """
-
-    def forward(self, x):
-        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
-
-
-def initialize(layers, gain):
-    for layer in layers:
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):
-            nn.init.orthogonal_(layer.weight, gain)
-            nn.init.zeros_(layer.bias)
-    return layers
-
-
-def image_trunk(image):
-    """Return convolutions for images [C, H, W], an Image, and their number of features."""
-    sample = torch.zeros(1, image.channels, image.height, image.width)
-    if min(image.height, image.width) >= 36:
-        layers, num_features = [(image.channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
-    else:  # MinAtar's 10 x 10
-        layers, num_features = [(image.channels, 16, 3, 1)], 128
-    trunk = nn.Sequential()
-    for num_inputs, num_filters, width, stride in layers:
-        conv = CenteredConv2d if len(layers) > 1 and not len(trunk) else nn.Conv2d
-        trunk.extend([conv(num_inputs, num_filters, width, stride), nn.ReLU(inplace=True)])
-    trunk.append(nn.Flatten())
-    trunk.extend([nn.Linear(trunk(sample).shape[1], num_features), nn.ReLU(inplace=True)])
-    return initialize(trunk, 2**0.5), num_features
-
-
-def vector_trunk(num_inputs):
-    layers = nn.Linear(num_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()
-    return initialize(nn.Sequential(*layers), 2**0.5)
-
-
 class Net(nn.Module):
     """Policy and baseline: convolutions for images, two perceptrons for all else, as a vector.
 
@@ -176,17 +133,17 @@ class Net(nn.Module):
 
     def __init__(self, observation_space, num_actions):
         super().__init__()
-        self.image = find_image(observation_space)
+        self.image = nets.find_image(observation_space)
         self.is_image = self.image is not None
         if self.is_image:
-            self.trunk, size = image_trunk(self.image)
+            self.trunk, size = nets.image_trunk(self.image)
         else:
             self.one_hot = OneHot(observation_space)
-            self.trunk, size = vector_trunk(self.one_hot.size), 64
-            self.baseline_trunk = vector_trunk(self.one_hot.size)
+            self.trunk, size = nets.vector_trunk(self.one_hot.size), 64
+            self.baseline_trunk = nets.vector_trunk(self.one_hot.size)
         self.policy, self.baseline = nn.Linear(size, num_actions), nn.Linear(size, 1)
-        initialize([self.policy], 0.01)
-        initialize([self.baseline], 1.0)
+        nets.initialize([self.policy], 0.01)
+        nets.initialize([self.baseline], 1.0)
         self.to(memory_format=torch.channels_last)
 
     def initial_state(self, batch_size):
@@ -206,7 +163,7 @@ class Net(nn.Module):
         map_nest(parts.append, inputs["frame"])
         T, N = parts[0].shape[:2]
         frame = map_nest(lambda x: x.flatten(0, 1), inputs["frame"])
-        x = scale_image(frame, self.image) if self.is_image else self.one_hot(frame)
+        x = nets.scale_image(frame, self.image) if self.is_image else self.one_hot(frame)
         features = self.trunk(x)
         baseline_features = features if self.is_image else self.baseline_trunk(x)
         # Probabilities and values are computed in full precision.
@@ -440,7 +397,9 @@ def resolve(flags, observation_space, action_space, frames_per_step):
             f"the action space is {action_space}, not Discrete: edit Net and compute_loss for it"
         )
     flags = argparse.Namespace(**vars(flags) | {"frames_per_step": frames_per_step})
-    devices.choose_precision(flags, may_be_image(observation_space), [devices.get_device(flags)])
+    devices.choose_precision(
+        flags, nets.may_be_image(observation_space), [devices.get_device(flags)]
+    )
     return flags
 
 
@@ -456,7 +415,7 @@ def train(flags):
         flags = resolve(flags, *spaces, sample.frame_skip)
     # The optimizers that step are those of the agents.
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
-    net, (rows, outputs, _) = create_net(Net, *spaces, **net_arguments(flags))
+    net, (rows, outputs, _) = nets.create_net(Net, *spaces, **net_arguments(flags))
     make_net = functools.partial(Net, spaces[0], sample.num_actions, **net_arguments(flags))
     population = Population(net, flags.num_agents)
     optimizer = create_optimizer(flags, population)

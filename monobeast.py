@@ -112,18 +112,6 @@ def create_environments(flags, num_envs, seed, name):
     return Environments(lambda: create_env(flags), num_envs, seed, name)
 
 
-class CenteredConv2d(nn.Conv2d):
-    """A convolution of what differs between the pixels of a patch, not of their mean brightness.
-
-    Most of a frame is background. Filters that respond to it spend the first updates on its
-    brightness, and find a ball of two pixels only hundreds of thousands of steps later.
-    """
-
-    def forward(self, x):
-        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
-
-
 class AtariNet(nn.Module):
     """The shallow Atari network, with an optional LSTM: policy logits and baseline."""
 
@@ -136,7 +124,7 @@ class AtariNet(nn.Module):
             raise ValueError("frames are no image of np.uint8: convert them in create_env")
         self.num_actions = num_actions
         self.conv = nn.Sequential(
-            CenteredConv2d(self.image.channels, 32, kernel_size=8, stride=4),
+            nets.CenteredConv2d(self.image.channels, 32, kernel_size=8, stride=4),
             nn.ReLU(inplace=True),
             nn.Conv2d(32, 64, kernel_size=4, stride=2),
             nn.ReLU(inplace=True),
@@ -156,8 +144,7 @@ class AtariNet(nn.Module):
         gains = {layer: 2**0.5 for layer in self.conv if isinstance(layer, nn.Conv2d)}
         gains |= {self.fc: 2**0.5, self.policy: 0.01, self.baseline: 1.0}
         for layer, gain in gains.items():
-            nn.init.orthogonal_(layer.weight, gain)
-            nn.init.zeros_(layer.bias)
+            nets.initialize([layer], gain)
         self.to(memory_format=torch.channels_last)  # faster convolutions, on CPU and GPU
 
     def initial_state(self, batch_size):

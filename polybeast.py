@@ -100,18 +100,6 @@ atari_wrappers.add_flags(parser)
 ENV_SCRIPT = os.path.join(os.path.dirname(__file__), "polybeast_env.py")  # of local servers
 
 
-class CenteredConv2d(nn.Conv2d):
-    """A convolution of what differs between the pixels of a patch, not of their mean brightness.
-
-    Most of a frame is background. Filters that respond to it spend the first updates on its
-    brightness, and find a ball of two pixels only hundreds of thousands of steps later.
-    """
-
-    def forward(self, x):
-        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
-
-
 class ResidualBlock(nn.Module):
     """Two convolutions beside the identity; at first only the identity, as conv2 begins at 0."""
 
@@ -126,7 +114,7 @@ class ResidualBlock(nn.Module):
 
 def shallow_trunk(num_channels):
     return nn.Sequential(
-        CenteredConv2d(num_channels, 32, kernel_size=8, stride=4),
+        nets.CenteredConv2d(num_channels, 32, kernel_size=8, stride=4),
         nn.ReLU(inplace=True),
         nn.Conv2d(32, 64, kernel_size=4, stride=2),
         nn.ReLU(inplace=True),
@@ -138,7 +126,7 @@ def shallow_trunk(num_channels):
 def deep_trunk(num_channels):
     layers = []
     for num_features in (16, 32, 32):
-        conv = nn.Conv2d if layers else CenteredConv2d
+        conv = nn.Conv2d if layers else nets.CenteredConv2d
         layers += [
             conv(num_channels, num_features, kernel_size=3, padding=1),
             nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
@@ -180,8 +168,7 @@ class AtariNet(nn.Module):
         gains |= {block.conv2: 0.0 for block in self.conv.modules() if hasattr(block, "conv2")}
         gains |= {self.fc: 2**0.5, self.policy: 0.01, self.baseline: 1.0}
         for layer, gain in gains.items():
-            nn.init.orthogonal_(layer.weight, gain)
-            nn.init.zeros_(layer.bias)
+            nets.initialize([layer], gain)
         self.to(memory_format=torch.channels_last)  # faster convolutions, on CPU and GPU
 
     def initial_state(self, batch_size):

@@ -30,7 +30,6 @@ import functools
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import atari_wrappers
@@ -42,9 +41,8 @@ from beast.envs.environment_groups import EnvironmentGroups, check_groups
 from beast.envs.environments import Environments, try_out
 from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
-from beast.learners import devices
+from beast.learners import devices, nets
 from beast.learners.learner import Learner
-from beast.learners.nets import create_net, find_image, may_be_image, scale_image
 from beast.learners.normalizer import Normalizer, OneHot, RewardScaler, flatten
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
@@ -152,47 +150,6 @@ def create_env(flags):
     return env
 
 
-class CenteredConv2d(nn.Conv2d):
-    """A convolution of what differs between the pixels of a patch, not of their mean brightness.
-
-    Most of a frame is background. Filters that respond to it spend the first updates on its
-    brightness, and find a ball of two pixels only hundreds of thousands of steps later.
-    """
-
-    def forward(self, x):
-        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
-
-
-def initialize(layers, gain):
-    for layer in layers:
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):
-            nn.init.orthogonal_(layer.weight, gain)
-            nn.init.zeros_(layer.bias)
-    return layers
-
-
-def image_trunk(image):
-    """Return convolutions for images [C, H, W], an Image, and their number of features."""
-    sample = torch.zeros(1, image.channels, image.height, image.width)
-    if min(image.height, image.width) >= 36:
-        layers, num_features = [(image.channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
-    else:  # MinAtar's 10 x 10
-        layers, num_features = [(image.channels, 16, 3, 1)], 128
-    trunk = nn.Sequential()
-    for num_inputs, num_filters, width, stride in layers:
-        conv = CenteredConv2d if len(layers) > 1 and not len(trunk) else nn.Conv2d
-        trunk.extend([conv(num_inputs, num_filters, width, stride), nn.ReLU(inplace=True)])
-    trunk.append(nn.Flatten())
-    trunk.extend([nn.Linear(trunk(sample).shape[1], num_features), nn.ReLU(inplace=True)])
-    return initialize(trunk, 2**0.5), num_features
-
-
-def vector_trunk(num_inputs):
-    layers = nn.Linear(num_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()
-    return initialize(nn.Sequential(*layers), 2**0.5)
-
-
 class Net(nn.Module):
     """Policy and baseline: convolutions for images, else a perceptron each, or a GRU on one.
 
@@ -206,22 +163,22 @@ class Net(nn.Module):
     def __init__(self, observation_space, num_actions, continuous=False, use_gru=False):
         super().__init__()
         self.continuous = continuous
-        self.image = find_image(observation_space)
+        self.image = nets.find_image(observation_space)
         self.is_image = self.image is not None
         if self.is_image:
-            self.trunk, size = image_trunk(self.image)
+            self.trunk, size = nets.image_trunk(self.image)
             self.baseline_trunk = None  # trunk serves both
         else:
             one_hot = OneHot(observation_space)
             self.normalizer = Normalizer(one_hot.size, encode=one_hot)
-            self.trunk, size = vector_trunk(one_hot.size), 64
-            self.baseline_trunk = None if use_gru else vector_trunk(one_hot.size)
+            self.trunk, size = nets.vector_trunk(one_hot.size), 64
+            self.baseline_trunk = None if use_gru else nets.vector_trunk(one_hot.size)
         self.reward_scaler = RewardScaler()  # for --reward_scaling std
         self.gru = nn.GRU(size, 256) if use_gru else None
         size = 256 if use_gru else size
         self.policy, self.baseline = nn.Linear(size, num_actions), nn.Linear(size, 1)
-        initialize([self.policy], 0.01)
-        initialize([self.baseline], 1.0)
+        nets.initialize([self.policy], 0.01)
+        nets.initialize([self.baseline], 1.0)
         if continuous:
             self.log_std = nn.Parameter(torch.zeros(num_actions))
         self.register_buffer("kl_penalty", torch.ones(()))  # of --penalty kl; adapted by learn
@@ -245,7 +202,11 @@ class Net(nn.Module):
         """
         T, N = inputs["done"].shape
         frame = map_nest(lambda x: x.flatten(0, 1), inputs["frame"])
-        x = scale_image(frame, self.image) if self.is_image else self.normalizer(flatten(frame))
+        x = (
+            nets.scale_image(frame, self.image)
+            if self.is_image
+            else self.normalizer(flatten(frame))
+        )
         features = self.trunk(x)
         baseline_features = features if self.baseline_trunk is None else self.baseline_trunk(x)
         # Probabilities and values are computed in full precision.
@@ -500,7 +461,9 @@ def resolve(flags, observation_space, action_space, frames_per_step=1):
             f"--num_minibatches is {flags.num_minibatches}, but a rollout has {most} {what}: give "
             f"at most {most}"
         )
-    devices.choose_precision(flags, may_be_image(observation_space), [devices.get_device(flags)])
+    devices.choose_precision(
+        flags, nets.may_be_image(observation_space), [devices.get_device(flags)]
+    )
     return flags
 
 
@@ -513,7 +476,7 @@ def train(flags):
         flags = resolve(flags, *spaces, sample.frame_skip)
     randomness.make_deterministic(flags)
     randomness.seed_generators([flags.seed])
-    model, (rows, outputs, _) = create_net(Net, *spaces, **net_arguments(flags))
+    model, (rows, outputs, _) = nets.create_net(Net, *spaces, **net_arguments(flags))
     torch.set_num_threads(count_cores() if model.is_image else 1)  # small nets only wait for more
     optimizer, decay = create_optimizer(flags, model.to(devices.get_device(flags)))
     learner = Learner(model, optimizer, decay, Version())

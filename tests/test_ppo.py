@@ -102,7 +102,7 @@ def test_images_are_seen_with_their_channels_first_or_last(program, shape, dtype
     outputs, _ = net({"frame": image, "done": torch.zeros(2, 3, dtype=torch.bool)}, ())
     assert outputs["policy_logits"].shape == (2, 3, 5)
     first = shape if shape[0] < shape[-1] else (shape[-1], *shape[:-1])
-    assert program.scale_image(image[0]).shape == (3, *first)
+    assert program.nets.scale_image(image[0]).shape == (3, *first)
 
 
 def gradients(model, flags, rows):

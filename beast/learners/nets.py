@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creating a net for an environment, and checking that they fit; images; nets of several agents."""
+"""Creating a net for an environment, and checking that they fit; images, and layers of all nets."""
 
 import inspect
 from typing import NamedTuple
@@ -7,6 +7,8 @@ from typing import NamedTuple
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from beast.envs.spaces import count_actions, empty_actions, empty_observation
 from beast.errors import FlagError
@@ -209,3 +211,46 @@ def scale_image(x, image=None):
     elif x.dtype != torch.uint8:  # of which a copy is smaller
         x = x.float()
     return x.contiguous(memory_format=torch.channels_last) / image.scale
+
+
+class CenteredConv2d(nn.Conv2d):
+    """Conv2d with zero-mean filters, which ignore uniform background.
+
+    Most of a frame is background. Filters that respond to it spend the first updates on its
+    brightness, and find a ball of two pixels only hundreds of thousands of steps later.
+    """
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
+def initialize(layers, gain):
+    """Draw orthogonal weights for the convolutions and linear layers among `layers`; return all."""
+    for layer in layers:
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+    return layers
+
+
+def image_trunk(image):
+    """Return convolutions for images [C, H, W], an Image, and their number of features."""
+    sample = torch.zeros(1, image.channels, image.height, image.width)
+    if min(image.height, image.width) >= 36:
+        layers, num_features = [(image.channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
+    else:  # MinAtar's 10 x 10
+        layers, num_features = [(image.channels, 16, 3, 1)], 128
+    trunk = nn.Sequential()
+    for num_inputs, num_filters, width, stride in layers:
+        conv = CenteredConv2d if len(layers) > 1 and not len(trunk) else nn.Conv2d
+        trunk.extend([conv(num_inputs, num_filters, width, stride), nn.ReLU(inplace=True)])
+    trunk.append(nn.Flatten())
+    trunk.extend([nn.Linear(trunk(sample).shape[1], num_features), nn.ReLU(inplace=True)])
+    return initialize(trunk, 2**0.5), num_features
+
+
+def vector_trunk(num_inputs):
+    """Return a perceptron for vectors [num_inputs], with 64 features."""
+    layers = nn.Linear(num_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()
+    return initialize(nn.Sequential(*layers), 2**0.5)
