@@ -37,8 +37,7 @@ import vtrace
 from beast.actors import rollout_buffers
 from beast.actors.actors import Actors
 from beast.actors.weights import SharedWeights
-from beast.envs.ale_vector import AtariEnvironments
-from beast.envs.environments import Environments, try_out
+from beast.envs.environments import create_environments, try_out
 from beast.flags import create_parser, parse_flags, run_program
 from beast.learners import devices, learner_group, nets
 from beast.learners.learner import Learner
@@ -103,13 +102,6 @@ atari_wrappers.add_flags(parser)
 def create_env(flags):
     """Return one environment with a Discrete action space."""
     return atari_wrappers.create_atari(flags, flags.render_mode)
-
-
-def create_environments(flags, num_envs, seed, name):
-    """Return environments as the rows of a rollout."""
-    if flags.env_backend == "ale_vector":
-        return AtariEnvironments(flags, num_envs, seed, name)
-    return Environments(lambda: create_env(flags), num_envs, seed, name)
 
 
 class AtariNet(nn.Module):
@@ -336,7 +328,7 @@ def act(flags, actor, seed, free_buffers, buffers, weights):
     """
     N, T = flags.envs_per_actor, flags.unroll_length
     randomness.seed_generators([*seed, 0])
-    environments = create_environments(flags, N, [*seed, 1], f"actor {actor}")
+    environments = create_environments(flags, create_env, N, [*seed, 1], f"actor {actor}")
     with contextlib.closing(environments):
         model = Net(
             environments.observation_space, environments.num_actions, **net_arguments(flags)
@@ -404,7 +396,7 @@ def train(flags):
     randomness.seed_generators([flags.seed, flags.rank])
     torch.set_num_threads(1)  # until the number of actors is known
 
-    sample = create_environments(flags, 1, [flags.seed, 0], "the environment")
+    sample = create_environments(flags, create_env, 1, [flags.seed, 0], "the environment")
     with contextlib.closing(sample):
         try_out(sample)
         spaces = sample.observation_space, sample.action_space

@@ -18,8 +18,7 @@ import signal
 import sys
 
 import atari_wrappers
-from beast.envs.ale_vector import AtariEnvironments
-from beast.envs.environments import Environments, try_out
+from beast.envs.environments import create_environments, try_out
 from beast.parser import Parser, non_negative, positive
 from beast.processes.lifetime import start_logging
 from beast.processes.watchdog import print_stacks_on_signal
@@ -65,13 +64,6 @@ def create_env(flags):
     return atari_wrappers.create_atari(flags, flags.render_mode)
 
 
-def create_environments(flags, num_envs, seed, name):
-    """Return environments as the rows of a rollout."""
-    if flags.env_backend == "ale_vector":
-        return AtariEnvironments(flags, num_envs, seed, name)
-    return Environments(lambda: create_env(flags), num_envs, seed, name)
-
-
 def run_server(flags, address, seed=(), started=None, stop_signals=(), busy_since=None):
     """Run a server in this process until it is stopped.
 
@@ -90,9 +82,9 @@ def run_server(flags, address, seed=(), started=None, stop_signals=(), busy_sinc
     def make_environments(num_envs, stream_seed, name):
         own_seed = [flags.seed, *seed, next(streams)]
         num_envs = num_envs or flags.envs_per_stream
-        return create_environments(flags, num_envs, stream_seed or own_seed, name)
+        return create_environments(flags, create_env, num_envs, stream_seed or own_seed, name)
 
-    sample = create_environments(flags, 1, [flags.seed], "the environment")
+    sample = create_environments(flags, create_env, 1, [flags.seed], "the environment")
     try:
         try_out(sample)
     finally:

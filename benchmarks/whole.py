@@ -55,6 +55,7 @@ import polybeast  # noqa: E402
 import polybeast_env  # noqa: E402
 from beast.actors.rollout_buffers import create_buffers, write_row  # noqa: E402
 from beast.actors.weights import LocalWeights, SharedWeights  # noqa: E402
+from beast.envs.environments import create_environments  # noqa: E402
 from beast.errors import EnvError  # noqa: E402
 from beast.flags import parse_flags  # noqa: E402
 from beast.learners.devices import get_device  # noqa: E402
@@ -73,7 +74,8 @@ def get_num_envs(program, flags):
 def make_actor(program, flags):
     """Return environments and model as one actor, or stream, of the program has them."""
     source = polybeast_env if program is polybeast else monobeast
-    environments = source.create_environments(flags, get_num_envs(program, flags), [1], "actor")
+    num_envs = get_num_envs(program, flags)
+    environments = create_environments(flags, source.create_env, num_envs, [1], "actor")
     arguments = (environments.observation_space, environments.num_actions, flags.use_lstm)
     if program is polybeast:
         return environments, program.Net(*arguments, flags.model)

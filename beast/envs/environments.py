@@ -9,6 +9,7 @@ import re
 import gymnasium as gym
 import numpy as np
 
+from beast.envs.ale_vector import AtariEnvironments
 from beast.envs.spaces import (
     action_range,
     count_actions,
@@ -21,6 +22,18 @@ from beast.envs.spaces import (
 )
 from beast.errors import EnvError, FlagError
 from libtorchbeast.rows import Rows, count_games, draw_seeds, read_step, write_observation
+
+
+def create_environments(flags, create_env, num_envs, seed, name):
+    """Return environments of --env_backend: an Environments or an AtariEnvironments.
+
+    Args:
+      create_env: called with the flags; returns a Gymnasium environment.
+      num_envs, seed, name: as of Environments.
+    """
+    if flags.env_backend == "ale_vector":
+        return AtariEnvironments(flags, num_envs, seed, name)
+    return Environments(lambda: create_env(flags), num_envs, seed, name)
 
 
 def try_out(environments, num_steps=10):

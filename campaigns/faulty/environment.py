@@ -8,7 +8,6 @@ file FOLDER/NAME.I with, say, the text "17 nan" has environment I of server or a
 its next step; then 17.taken holds the id of that process.
 """
 
-import functools
 import itertools
 import os
 import pathlib
@@ -68,7 +67,7 @@ class Faulty(gym.Wrapper):
         return number, kind
 
 
-def create_environments(create_env, flags, num_envs, seed, name):
+def create_environments(flags, create_env, num_envs, seed, name):
     """Return environments that fail on command; `name` begins with the server or actor."""
     name = name.split(" for ")[0]
     write(f"{name}.pid", str(os.getpid()))
@@ -78,7 +77,7 @@ def create_environments(create_env, flags, num_envs, seed, name):
     )
 
 
-polybeast_env.create_environments = functools.partial(create_environments, polybeast_env.create_env)
+polybeast_env.create_environments = create_environments
 
 if __name__ == "__main__":
     sys.exit(polybeast_env.main())

@@ -4,7 +4,6 @@
 FAULTS_FOLDER=/tmp/faults python campaigns/faulty/mono.py --num_actors 4
 """
 
-import functools
 import pathlib
 import sys
 
@@ -30,7 +29,7 @@ def learn(flags, model, batch, *others):
 
 _act, monobeast.act = monobeast.act, act
 _learn, monobeast.learn = monobeast.learn, learn
-monobeast.create_environments = functools.partial(create_environments, monobeast.create_env)
+monobeast.create_environments = create_environments
 run.LOG_INTERVAL = 1
 
 if __name__ == "__main__":
