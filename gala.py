@@ -52,8 +52,7 @@ from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
 from beast.processes.fork_server import start_fork_server
 from beast.processes.machine import count_cores, keep_freed_memory
-from beast.runs import evaluate, randomness
-from beast.runs.metrics import is_finite, to_floats
+from beast.runs import diagnostics, evaluate, randomness
 from beast.runs.run import Run
 from libtorchbeast.rows import draw_seeds
 
@@ -264,7 +263,7 @@ def learn(flags, model, batch, initial_agent_state, optimizer, own_gradient=None
     total_loss.backward()
     if own_gradient is not None:
         own_gradient.copy_(gradient_of(model))
-    if not is_finite(to_floats(metrics)):  # then this agent takes no step
+    if not diagnostics.is_finite(diagnostics.to_floats(metrics)):  # then this agent takes no step
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, torch.nan)
     if flags.exchange == "allreduce":
@@ -276,7 +275,7 @@ def learn(flags, model, batch, initial_agent_state, optimizer, own_gradient=None
         optimizer.step()
     moved = [p.detach() - x for p, x in zip(model.parameters(), before, strict=True)]
     metrics["update_norm"] = nn.utils.get_total_norm(moved)
-    return to_floats(metrics)
+    return diagnostics.to_floats(metrics)
 
 
 def find_in_peers(topology, agent, num_agents):

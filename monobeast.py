@@ -45,7 +45,6 @@ from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
 from beast.processes import fork_server, machine
 from beast.runs import diagnostics, evaluate, randomness
-from beast.runs.metrics import is_finite, to_floats
 from beast.runs.run import Run
 
 # fmt: off
@@ -310,8 +309,8 @@ def learn(flags, model, batch, initial_agent_state, optimizer, group=learner_gro
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
     metrics["grad_norm"] = grad_norm
     metrics["clipped_updates"] = grad_norm > flags.grad_norm_clipping
-    metrics = to_floats(metrics)
-    if is_finite(metrics):
+    metrics = diagnostics.to_floats(metrics)
+    if diagnostics.is_finite(metrics):
         optimizer.step()
     return metrics
 

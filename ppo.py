@@ -48,7 +48,6 @@ from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
 from beast.processes.machine import count_cores
 from beast.runs import diagnostics, evaluate, randomness
-from beast.runs.metrics import mean_floats, to_floats
 from beast.runs.run import Run
 from libtorchbeast.rows import draw_seeds
 
@@ -404,11 +403,11 @@ def learn(flags, model, rows, agent_states, optimizer):
             metrics["clipped_updates"] = grad_norm > flags.grad_norm_clipping
             results.append(metrics)
             if not torch.isfinite(total_loss + grad_norm):
-                return to_floats(metrics) | steps
+                return diagnostics.to_floats(metrics) | steps
             optimizer.step()
     # The KL of the last epoch is close to that after the update.
-    last = mean_floats(results[-flags.num_minibatches :])
-    metrics = mean_floats(results) | steps
+    last = diagnostics.mean_floats(results[-flags.num_minibatches :])
+    metrics = diagnostics.mean_floats(results) | steps
     metrics["behavior_target_kl"] = last["behavior_target_kl"]
     if flags.penalty == "kl":
         metrics["kl_penalty"] = adapt_penalty(flags, model, batch, agent_states[0])
@@ -417,7 +416,7 @@ def learn(flags, model, rows, agent_states, optimizer):
         model.normalizer.update(flatten(map_nest(lambda x: x[mask], batch["frame"])))
     vs, values = batch["vs"], batch["values"]
     moments = diagnostics.from_importance_weights(torch.zeros_like(vs), vs, values, mask)
-    metrics["explained_variance"] = to_floats(moments)["explained_variance"]
+    metrics["explained_variance"] = diagnostics.to_floats(moments)["explained_variance"]
     return metrics
 
 

@@ -34,7 +34,7 @@ from beast.gossip.population import Population
 from beast.learners.learner import Batch
 from beast.learners.nets import create_net
 from beast.processes.fork_server import end_process, start_process
-from beast.runs.metrics import is_finite
+from beast.runs.diagnostics import is_finite
 from beast.runs.run import MAX_SKIPPED, Run
 
 SCRIPT = ROOT / "gala.py"

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 import monobeast
-from beast.runs.diagnostics import CHECKS
-from beast.runs.metrics import is_finite
+from beast.runs.diagnostics import CHECKS, is_finite
 
 T, A = 5, 3
 

@@ -27,7 +27,7 @@ from beast.learners.nets import create_net
 from beast.learners.normalizer import Normalizer, RewardScaler
 from beast.nest import map_nest
 from beast.runs import evaluate
-from beast.runs.metrics import is_finite
+from beast.runs.diagnostics import is_finite
 
 SCRIPT = ROOT / "ppo.py"
 

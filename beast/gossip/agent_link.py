@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from beast.nest import map_nest
-from beast.runs.metrics import is_finite
+from beast.runs.diagnostics import is_finite
 from beast.runs.run import ENDS, MAX_SKIPPED
 
 NEVER = 2**62

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing checkpoints at intervals: the newest one, and the best one."""
+"""Writing checkpoints at intervals, the newest one and the best one; and batches that end a run."""
 
+import io
 import logging
 import time
 
 import torch
 
 from beast.errors import FlagError
-from beast.runs import metrics
+from beast.nest import map_nest
 from beast.runs.atomic_files import replace_file, set_aside
 from beast.runs.checkpoint import ADVICE, BEST, NEWEST, load, pack, refusing, run_path, to_bytes
+from beast.runs.diagnostics import mean
+
+LARGE_VALUE = 1e6  # beyond it, numbers of a batch are named
 
 
 class Writer:
@@ -95,4 +99,33 @@ class Writer:
 
 def _score(stats):
     """Return what is larger for the better checkpoint: with fewer games, a mean says nothing."""
-    return len(stats["game_returns"]), metrics.mean(stats["game_returns"])
+    return len(stats["game_returns"]), mean(stats["game_returns"])
+
+
+def save_bad_batch(folder, name, batch, update):
+    """Save a Batch and the metrics of its update; return where it is, or why it is nowhere.
+
+    Args:
+      folder: of the run.
+      name: of the learner, where it is not the one that has the folder; else empty.
+    """
+    path = folder / (f"bad_batch.{name}.tar" if name else "bad_batch.tar")
+    content = io.BytesIO()
+    agent_state = map_nest(lambda x: x.cpu(), batch.agent_state)
+    saved = {"batch": batch.cpu_rows, "agent_state": agent_state}
+    torch.save(saved | {"sources": batch.sources, "metrics": update}, content)
+    try:
+        replace_file(path, content.getbuffer())
+    except OSError as error:  # which must not hide what ends the run
+        return f"could not be written into {path} ({error.strerror or error})"
+    return f"is in {path}"
+
+
+def describe_bad_batch(batch):
+    """Say which rows and outputs of a Batch have numbers that are not finite, or are very large."""
+    names = set()
+    for name, nest in batch.cpu_rows.items():
+        map_nest(
+            lambda x, name=name: (x.double().abs() <= LARGE_VALUE).all() or names.add(name), nest
+        )
+    return f"Beyond {LARGE_VALUE:g} or not finite in it: {', '.join(sorted(names)) or 'nothing'}"

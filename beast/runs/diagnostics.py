@@ -2,9 +2,9 @@
 """Diagnostics: how off-policy an update was, and how good policy and baseline are.
 
 `from_logits` computes the moments of one batch, for Discrete actions; `from_importance_weights`,
-for other actions, needs no logits. `from_moments` makes metrics of them. `Diagnostics` watches the
-metrics of each tick and says what is off. No metric enters a loss, and a `compute_loss` that leaves
-them out loses nothing else.
+for other actions, needs no logits. `to_floats` makes floats of an update's metrics, those of its
+moments among them. `Diagnostics` watches the metrics of each tick and says what is off. No metric
+enters a loss, and a `compute_loss` that leaves them out loses nothing else.
 
     clipped_rhos           share of the transitions whose importance weight rho exceeds 1, where
                            V-trace clips it; of two policies that are close, about a half
@@ -24,7 +24,6 @@ them out loses nothing else.
 Shapes: T unroll length, B batch size, A actions. Transitions where the mask is false are none.
 """
 
-import io
 import logging
 import math
 import sys
@@ -32,9 +31,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-
-from beast.nest import map_nest
-from beast.runs.atomic_files import replace_file
 
 # The limits are wide: a run that learns gets almost no hints.
 
@@ -229,6 +225,80 @@ def from_moments(learners):
     return metrics
 
 
+def to_floats(metrics):
+    """Return a dict of metrics, each a tensor of one element or a number, as a dict of floats.
+
+    `moments`, a tensor [..., moments], becomes the metrics that `from_moments` makes.
+
+    Raises:
+      ValueError: a metric is not one number; the message names it.
+    """
+    values = []
+    for name, value in metrics.items():
+        try:
+            value = torch.as_tensor(value, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"the metric {name!r} is a {type(value).__name__}, but a metric is one number"
+            ) from error
+        if value.numel() != 1 and name != "moments":
+            raise ValueError(
+                f"the metric {name!r} has shape {list(value.shape)}, but a metric is one number: "
+                "sum it over the batch (docs/loss.md), or give each element a name of its own"
+            )
+        values.append(value.detach())
+    # In one go, since on a GPU each of them alone would be waited for.
+    devices = {value.device for value in values if value.device.type != "cpu"}
+    device = devices.pop() if devices else torch.device("cpu")
+    numbers = torch.cat([value.flatten().to(device) for value in values]).tolist()
+    floats = {}
+    for name, value in zip(metrics, values, strict=True):
+        own, numbers = numbers[: value.numel()], numbers[value.numel() :]
+        if name == "moments":
+            n = value.shape[-1]
+            floats |= from_moments([own[i : i + n] for i in range(0, len(own), n)])
+        else:
+            (floats[name],) = own
+    return floats
+
+
+def mean_floats(dicts):
+    """Return the mean of each metric over dicts that all have it, as `to_floats` takes them.
+
+    Moments are those of the transitions of all.
+    """
+    to_floats(dicts[0])  # refuses what is not one number
+    means = {}
+    for name, first in dicts[0].items():
+        dtype = None if torch.is_tensor(first) else torch.float64  # a number has more digits
+        shape = (-1,) if name == "moments" else ()
+        values = [torch.as_tensor(metrics[name], dtype=dtype).reshape(shape) for metrics in dicts]
+        values = torch.stack(values)
+        means[name] = values if name == "moments" else values.double().mean()
+    return to_floats(means)
+
+
+def is_finite(metrics):
+    """Return whether all metrics, floats by name, are finite."""
+    return all(map(math.isfinite, metrics.values()))
+
+
+def mean(values):
+    """Return the mean of some numbers; None, not NaN, where there are none yet."""
+    return math.fsum(values) / len(values) if values else None
+
+
+def means(dicts):
+    """Return the mean of each metric over those dicts that have it."""
+    names = dict.fromkeys(name for metrics in dicts for name in metrics)
+    return {name: mean([m[name] for m in dicts if name in m]) for name in names}
+
+
+def show(value):
+    """Return a number as a short text; a dash for None."""
+    return "-" if value is None else f"{value:.4g}"
+
+
 class Diagnostics:
     """Watches the metrics of each tick, and says in words what is off.
 
@@ -274,35 +344,3 @@ class Diagnostics:
         worst = max(off, key=lambda check: check.severity(values[check]), default=None)
         self._text = f"{worst.label} {values[worst]:.3g}" if off else "ok"
         return self._text
-
-
-LARGE_VALUE = 1e6
-
-
-def save_bad_batch(folder, name, batch, update):
-    """Save a Batch and the metrics of its update; return where it is, or why it is nowhere.
-
-    Args:
-      folder: of the run.
-      name: of the learner, where it is not the one that has the folder; else empty.
-    """
-    path = folder / (f"bad_batch.{name}.tar" if name else "bad_batch.tar")
-    content = io.BytesIO()
-    agent_state = map_nest(lambda x: x.cpu(), batch.agent_state)
-    saved = {"batch": batch.cpu_rows, "agent_state": agent_state}
-    torch.save(saved | {"sources": batch.sources, "metrics": update}, content)
-    try:
-        replace_file(path, content.getbuffer())
-    except OSError as error:  # which must not hide what ends the run
-        return f"could not be written into {path} ({error.strerror or error})"
-    return f"is in {path}"
-
-
-def describe_bad_batch(batch):
-    """Say which rows and outputs of a Batch have numbers that are not finite, or are very large."""
-    names = set()
-    for name, nest in batch.cpu_rows.items():
-        map_nest(
-            lambda x, name=name: (x.double().abs() <= LARGE_VALUE).all() or names.add(name), nest
-        )
-    return f"Beyond {LARGE_VALUE:g} or not finite in it: {', '.join(sorted(names)) or 'nothing'}"

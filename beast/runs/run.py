@@ -20,7 +20,7 @@ from beast.parser import Parser
 from beast.processes.lifetime import StopSignals
 from beast.processes.threads import Threads
 from beast.processes.watchdog import Watchdog, print_stacks_on_signal
-from beast.runs import checkpoint, diagnostics, metrics
+from beast.runs import checkpoint, checkpoint_writer, diagnostics
 from beast.runs.profiling import CPUEnergy, Stopwatch, UpdateProfiler, WaitFractions
 from beast.runs.run_folder import LearnerLog, RunFolder, resume_command
 
@@ -220,7 +220,7 @@ class Run:
             self._group.exchange.add_returns(*returns)
             return
         self._learner.count(int(update["steps"]), *self._group.share_returns(*returns))
-        if metrics.is_finite(update):
+        if diagnostics.is_finite(update):
             self._learner.stats["skipped_in_a_row"] = 0
             self._updates.append({k: v for k, v in update.items() if k != "steps"})
         else:
@@ -263,13 +263,13 @@ class Run:
         learner, system = self._learner, self._system
         with learner.lock:
             step, stats = learner.step, learner.stats
-            latest, num_updates = metrics.means(self._updates), len(self._updates)
+            latest, num_updates = diagnostics.means(self._updates), len(self._updates)
             latest |= {
-                "mean_episode_return": metrics.mean(stats["episode_returns"]),
-                "mean_game_return": metrics.mean(stats["game_returns"]),
+                "mean_episode_return": diagnostics.mean(stats["episode_returns"]),
+                "mean_game_return": diagnostics.mean(stats["game_returns"]),
                 "learning_rate": learner.learning_rate,
                 "policy_lag_min": min(self._lags, default=None),
-                "policy_lag_mean": metrics.mean(self._lags),
+                "policy_lag_mean": diagnostics.mean(self._lags),
                 "policy_lag_max": max(self._lags, default=None),
             }
             latest["skipped_updates"] = stats["skipped_updates"]
@@ -280,7 +280,7 @@ class Run:
         latest |= self._folder.evaluations.tick(learner) if self._folder.evaluations else {}
         latest |= system.metrics() if system else {}
 
-        show = {name: metrics.show(value) for name, value in latest.items()}
+        show = {name: diagnostics.show(value) for name, value in latest.items()}
         texts = {"return": show["mean_episode_return"]}
         if getattr(self._flags, "episodic_life", False):
             texts["game"] = show["mean_game_return"]
@@ -313,22 +313,22 @@ class Run:
         is_ours = batch is not None and (not ranks or self._group.rank in ranks)
         names = f"learners {ranks}" if ranks else "all learners"
         source = f"Its batch comes from {batch.sources}" if is_ours else f"See the logs of {names}"
+        in_a_row, end = stats["skipped_in_a_row"], f", {most} end the run" if most else ""
         logging.error(
-            "The update was skipped, as it is not finite (%d in all; %d in a row%s): %s. %s",
-            *(stats["skipped_updates"], stats["skipped_in_a_row"]),
-            *(f", {most} end the run" if most else "", values, source),
+            f"The update was skipped, as it is not finite ({stats['skipped_updates']} in all; "
+            f"{in_a_row} in a row{end}): {values}. {source}"
         )
-        if most is None or stats["skipped_in_a_row"] < most:
+        if most is None or in_a_row < most:
             return
         if not is_ours:
             raise FloatingPointError(f"{most} updates in a row were not finite. {source}")
-        where = diagnostics.save_bad_batch(self.path, self._group.name, batch, update)
+        where = checkpoint_writer.save_bad_batch(self.path, self._group.name, batch, update)
         raise FloatingPointError(
             f"{most} updates in a row were not finite, the last one with {values}. The "
             f"batch {where}, of {batch.sources}; the checkpoint is from before. "
-            f"{diagnostics.describe_bad_batch(batch)}. Look at rewards, at frames (does the net "
-            "scale them?) and at policy_logits (does a mask leave no action, or the loss multiply "
-            "0 by -inf?); else try a lower --learning_rate"
+            f"{checkpoint_writer.describe_bad_batch(batch)}. Look at rewards, at frames (does the "
+            "net scale them?) and at policy_logits (does a mask leave no action, or the loss "
+            "multiply 0 by -inf?); else try a lower --learning_rate"
         )
 
     def _announce_resume(self):

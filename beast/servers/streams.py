@@ -9,7 +9,7 @@ from beast.envs.spaces import row_ranges, spaces_from_json
 from beast.learners.devices import DeviceCopies
 from beast.learners.learner import Batch
 from beast.learners.learner_group import SEEDS_A_RANK
-from beast.runs import metrics
+from beast.runs.diagnostics import mean, show
 from beast.servers.servers import ANSWER_TIMEOUT, CONNECT_TIMEOUT
 from libtorchbeast.access import Throttle
 
@@ -119,7 +119,7 @@ class Streams:
         with self._lock:
             sizes, self._batch_sizes = self._batch_sizes, []
         return {
-            "inference_batch_size": metrics.mean(sizes),
+            "inference_batch_size": mean(sizes),
             "learner_queue_size": self.queue.size(),
             "connected_actors": self._pool.num_connected(),
             "reconnects": self._pool.num_reconnects(),
@@ -127,7 +127,7 @@ class Streams:
 
     def texts(self, latest):
         return {
-            "batch": metrics.show(latest["inference_batch_size"]),
+            "batch": show(latest["inference_batch_size"]),
             "queue": f"{latest['learner_queue_size']}/{self._queue_size}",
             "actors": f"{latest['connected_actors']}/{self._num_streams}",
         }

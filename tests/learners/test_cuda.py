@@ -26,7 +26,7 @@ from beast.actors.weights import LocalWeights, SharedWeights
 from beast.learners.devices import DeviceCopies
 from beast.learners.learner import Batch
 from beast.nest import map_nest
-from beast.runs import diagnostics
+from beast.runs.checkpoint_writer import save_bad_batch
 from libtorchbeast import BatchingQueue, ClosedBatchingQueue, DynamicBatcher
 
 DEVICE = torch.device(os.environ.get("CUDA_TESTS_ON", "cuda"))
@@ -88,7 +88,7 @@ def test_loss_and_gradients_are_those_of_the_cpu(name, use_lstm, precision, tole
 def test_a_bad_batch_can_be_read_on_a_machine_without_a_gpu(tmp_path):
     rows, state = {"reward": torch.zeros(3, 2)}, (torch.zeros(1, 2, 4),)
     on_device = map_nest(lambda x: x.to(DEVICE), (rows, state))
-    diagnostics.save_bad_batch(tmp_path, "", Batch(*on_device, rows, [1, 1], {"actors": [0]}), {})
+    save_bad_batch(tmp_path, "", Batch(*on_device, rows, [1, 1], {"actors": [0]}), {})
     saved = load(tmp_path / "bad_batch.tar")
     assert saved["batch"]["reward"].device.type == saved["agent_state"][0].device.type == "cpu"
 

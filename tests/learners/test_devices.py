@@ -12,7 +12,7 @@ import monobeast
 import polybeast
 from beast.learners import devices
 from beast.learners.devices import computes_in_bf16
-from beast.runs.metrics import to_floats
+from beast.runs.diagnostics import to_floats
 from beast.runs.randomness import random_states, restore_random_states, seed_generators
 
 
