@@ -17,8 +17,7 @@ from collections import deque
 
 from beast.errors import EnvError, FlagError
 from beast.parser import Parser
-from beast.processes.lifetime import StopSignals
-from beast.processes.threads import Threads
+from beast.processes.lifetime import StopSignals, Threads
 from beast.processes.watchdog import Watchdog, print_stacks_on_signal
 from beast.runs import checkpoint, checkpoint_writer, diagnostics
 from beast.runs.profiling import CPUEnergy, Stopwatch, UpdateProfiler, WaitFractions

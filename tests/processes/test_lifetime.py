@@ -9,8 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from beast.processes.lifetime import exit_on_signals, exit_with_parent
-from beast.processes.threads import Threads
+from beast.processes.lifetime import Threads, exit_on_signals, exit_with_parent
 from beast.runs import profiling
 
 DEADLINE = 60  # seconds
