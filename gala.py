@@ -41,10 +41,8 @@ from beast.envs.environments import Environments, try_out
 from beast.envs.parallel import ParallelEnvironments
 from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
-from beast.gossip.agent_memory import AgentMemory, make_equal
 from beast.gossip.agents import Agents
-from beast.gossip.consensus import Consensus, flatten
-from beast.gossip.population import Population
+from beast.gossip.population import AgentMemory, Consensus, Population, flatten, make_equal
 from beast.learners import devices, nets
 from beast.learners.learner import Learner, create_state, raise_squares
 from beast.learners.normalizer import OneHot

@@ -28,9 +28,8 @@ import ppo
 from beast.envs.environments import Environments
 from beast.errors import FlagError
 from beast.gossip.agent_link import AgentLink
-from beast.gossip.agent_memory import AgentMemory, Mailboxes
 from beast.gossip.agents import Agents
-from beast.gossip.population import Population
+from beast.gossip.population import AgentMemory, Mailboxes, Population
 from beast.learners.learner import Batch
 from beast.learners.nets import create_net
 from beast.processes.fork_server import end_process, start_process

@@ -17,7 +17,6 @@ from beast.learners.exchange import describe_net
 from beast.nest import map_nest
 from libtorchbeast.rows import DTYPES
 
-LOWEST = torch.finfo(torch.float32).min  # finite, or checkpoints may be refused
 STORED = {"policy_version", "actor"}  # with the rows and outputs of a rollout
 LARGEST_PIXEL = 2**16 - 1  # beyond it, bounds say what a dtype can hold, not what pixels are
 T, B = 2, 3  # of the sample: with T = B = 1 a transposed or flattened answer would pass
