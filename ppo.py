@@ -422,7 +422,7 @@ def learn(flags, model, rows, agent_states, optimizer):
 
 def play_and_learn(flags, learner, groups, sample_rows, run):
     """Play and learn by turns, until all steps are made or the groups are woken: a thread."""
-    learner.use_threads()
+    devices.use_threads(learner.num_threads, learner.device)
     for batch in run.follow(collect(flags, learner.model, groups, sample_rows)):
         with learner.lock:
             if run.stop.is_set():

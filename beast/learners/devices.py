@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices: which one learns, in which number format, and copies to it in streams of its own.
+"""Devices: which one learns, in which number format, with which threads; copies to it in streams.
 
 A CUDA stream works in the background. Events order streams. A tensor is recorded with each stream
 that reads it, since PyTorch reuses its memory when the stream that allocated it is done. On a CPU
@@ -8,8 +8,10 @@ copies need nothing of this.
 NOT RUN YET on a GPU, and so its gain is not measured: begin with tests/learners/test_cuda.py.
 """
 
+import contextlib
 import functools
 import logging
+import os
 import time
 
 import torch
@@ -84,6 +86,27 @@ def choose_precision(flags, knows_bf16, devices):
             "--precision bf16 is slower than fp32 on this machine (%s)",
             ", ".join(sorted(slow)),
         )
+
+
+def use_threads(num_threads, device):
+    """Have PyTorch compute with so many threads in this thread; pin two of them to the two cores.
+
+    In convolutions threads wait for each other without giving up their core. Where another program
+    keeps a core busy, Linux has both share the other one, and a batch takes 20 times as long
+    (benchmarks/README.md). It is for programs whose actors do not play meanwhile.
+    """
+    torch.set_num_threads(num_threads)
+    cores, before = sorted(os.sched_getaffinity(0)), os.listdir("/proc/self/task")
+    # More than two are not pinned: libgomp ends and starts some of them between layers, and those
+    # would inherit the core of this one.
+    if device.type != "cpu" or not len(cores) == num_threads == 2:
+        return
+    torch.ones(2**20).sum()  # starts the other one
+    started = [0, *map(int, set(os.listdir("/proc/self/task")).difference(before))]
+    if len(started) == 2:  # else others were started meanwhile
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            for thread, core in zip(started, cores, strict=True):
+                os.sched_setaffinity(thread, {core})
 
 
 def record_event(device):

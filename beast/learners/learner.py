@@ -2,7 +2,6 @@
 """The learner: its batches, the state that its threads change, and the lock that guards it."""
 
 import contextlib
-import os
 import threading
 from typing import NamedTuple
 
@@ -82,26 +81,6 @@ class Learner:
         map_nest(LambdaLR.step, self.scheduler)
         for name, returns in (("episode_returns", episode_returns), ("game_returns", game_returns)):
             self.stats[name] = (self.stats[name] + returns)[-100:]
-
-    def use_threads(self):
-        """Have PyTorch compute with num_threads in this thread; pin two of them to the two cores.
-
-        In convolutions threads wait for each other without giving up their core. Where another
-        program keeps a core busy, Linux has both share the other one, and a batch takes 20 times as
-        long (benchmarks/README.md). It is for programs whose actors do not play meanwhile.
-        """
-        torch.set_num_threads(self.num_threads)
-        cores, before = sorted(os.sched_getaffinity(0)), os.listdir("/proc/self/task")
-        # More than two are not pinned: libgomp ends and starts some of them between layers, and
-        # those would inherit the core of this one.
-        if self.device.type != "cpu" or not len(cores) == self.num_threads == 2:
-            return
-        torch.ones(2**20).sum()  # starts the other one
-        started = [0, *map(int, set(os.listdir("/proc/self/task")).difference(before))]
-        if len(started) == 2:  # else others were started meanwhile
-            with contextlib.suppress(OSError):  # a sandbox may forbid it
-                for thread, core in zip(started, cores, strict=True):
-                    os.sched_setaffinity(thread, {core})
 
     def state(self):
         """Return all that a learner of the same policy needs: tensors and plain values."""

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number format in which nets compute, and the generators of random numbers."""
+"""The number format and the threads of nets, and the generators of random numbers."""
 
+import os
 import random
 
 import numpy as np
 import pytest
 import torch
 from batches import SPACE, A, make_batch
+from deadline import Thread
 
 import monobeast
 import polybeast
 from beast.learners import devices
 from beast.learners.devices import computes_in_bf16
+from beast.processes.fork_server import all_cores
 from beast.runs.diagnostics import to_floats
 from beast.runs.randomness import random_states, restore_random_states, seed_generators
 
@@ -130,3 +133,31 @@ def test_generators_are_seeded_alike_by_the_same_numbers_only():
     others = [draw_with(seed) for seed in ([1, 2], [2, 1], [1, 3], [1, 2, 0, 0, 7])]
     for values in zip(*others, strict=True):
         assert len(set(values)) == 4
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs two cores")
+@pytest.mark.parametrize("are_all", [True, False])
+def test_threads_share_the_cores_and_leave_none_without(are_all):
+    cores = os.sched_getaffinity(0)
+
+    def compute():
+        num_threads = len(cores) if are_all else 1
+        torch.set_num_threads(num_threads)  # which starts some that do not compute here
+        before = set(os.listdir("/proc/self/task"))
+        devices.use_threads(num_threads, torch.device("cpu"))
+        assert torch.get_num_threads() == num_threads
+        started = map(int, set(os.listdir("/proc/self/task")) - before)
+        return [os.sched_getaffinity(thread) for thread in (0, *started)]
+
+    def has_all_cores_for_a_while():
+        compute()
+        own = os.sched_getaffinity(0)
+        with all_cores():
+            meanwhile = os.sched_getaffinity(0)
+        return meanwhile == cores and os.sched_getaffinity(0) == own
+
+    assert Thread(has_all_cores_for_a_while).result()
+    affinities = Thread(compute).result()
+    expected = [{core} for core in sorted(cores)] if are_all else [cores]
+    assert sorted(map(sorted, affinities)) == list(map(sorted, expected))
+    assert os.sched_getaffinity(0) == cores

@@ -3,12 +3,10 @@
 
 import argparse
 import functools
-import os
 import threading
 
 import pytest
 import torch
-from deadline import Thread
 from small_run import create_batch, create_learner
 
 import monobeast
@@ -16,7 +14,6 @@ import polybeast
 from beast.errors import FlagError
 from beast.learners.devices import get_device
 from beast.learners.learner import create_state, raise_squares
-from beast.processes.fork_server import all_cores
 
 
 def create(total_steps=1000):
@@ -111,35 +108,6 @@ def test_squares_of_gradients_do_not_become_denormal(make):
             assert len(squares) == 2 and (min(x.min() for x in squares) > 1.2e-38) == is_raised
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*found)
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs two cores")
-@pytest.mark.parametrize("are_all", [True, False])
-def test_threads_share_the_cores_and_leave_none_without(are_all):
-    cores = os.sched_getaffinity(0)
-
-    def compute():
-        learner = create()
-        learner.num_threads = len(cores) if are_all else 1
-        torch.set_num_threads(learner.num_threads)  # which starts some that do not compute here
-        before = set(os.listdir("/proc/self/task"))
-        learner.use_threads()
-        assert torch.get_num_threads() == learner.num_threads
-        started = map(int, set(os.listdir("/proc/self/task")) - before)
-        return [os.sched_getaffinity(thread) for thread in (0, *started)]
-
-    def has_all_cores_for_a_while():
-        compute()
-        own = os.sched_getaffinity(0)
-        with all_cores():
-            meanwhile = os.sched_getaffinity(0)
-        return meanwhile == cores and os.sched_getaffinity(0) == own
-
-    assert Thread(has_all_cores_for_a_while).result()
-    affinities = Thread(compute).result()
-    expected = [{core} for core in sorted(cores)] if are_all else [cores]
-    assert sorted(map(sorted, affinities)) == list(map(sorted, expected))
-    assert os.sched_getaffinity(0) == cores
 
 
 @pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: p.__name__)
