@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the learning curves of runs, and all other metrics in their logs: a picture and a web page.
+"""Draw the learning curves of runs, and all other metrics in their logs, as a picture.
 
-    python -m beast.plot ~/logs/torchbeast/latest                  curves.png, .html in its folder
-    python -m beast.plot ~/logs/torchbeast/pong-* --output pong    pong.png and pong.html
-    python -m beast.plot new=RUN new=RUN old=RUN --output new.html named curves, the page alone
+    python -m beast.plot ~/logs/torchbeast/latest                  curves.png, in its folder
+    python -m beast.plot ~/logs/torchbeast/pong-* --output pong    pong.png
+    python -m beast.plot new=RUN new=RUN old=RUN --output new.svg  named curves
 
-curves.py says which runs become one curve. The page is one file that needs no network; plot.html is
-its template.
+runs/curves.py says which runs become one curve.
 """
 
 import argparse
-import html
-import json
 import pathlib
-import shlex
 import sys
 
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from beast.runs.curves import (
     NOT_SETTINGS,
@@ -30,23 +28,14 @@ from beast.runs.curves import (
     read_run,
 )
 
-COLORS = ["#0072b2", "#d55e00", "#008060", "#b0478f", "#a87900", "#6b5b50"]  # as in plot.html
+COLORS = ["#0072b2", "#d55e00", "#008060", "#b0478f", "#a87900", "#6b5b50"]
 DASHES = ["", "6 3", "2 2"]  # of the first six curves, of the next six, ...
 COLUMNS = 4  # of panels below the curves in the picture
 
 
-# -------------------------------------------------------------------------------------- picture
-
-
-def draw_picture(data, x_names, path):
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import EngFormatter
-    except ImportError:
-        raise PlotError(
-            "pictures need matplotlib: pip install -r requirements-dev.txt, or draw the page alone "
-            "with --output NAME.html"
-        ) from None
+def draw_picture(data, path):
+    """Draw what curves.collect has returned."""
+    x_names = list(data["x_axes"])
 
     def draw(axes, name, x_name):
         for i, curve in enumerate(data["curves"]):
@@ -101,93 +90,53 @@ def draw_picture(data, x_names, path):
     figure.savefig(path, dpi=110)
 
 
-# ----------------------------------------------------------------------------------------- page
-
-
-def write_page(data, groups, notes, path):
-    template = pathlib.Path(__file__).with_name("plot.html").read_text()
-    # Tags within the data would be taken for the page's own.
-    data = json.dumps(data | {"dashes": DASHES}, allow_nan=False).replace("<", "\\u003c")
-    parts = {
-        "TITLE": html.escape(", ".join(groups)[:100]),
-        "NOTES": "".join(f"<li>{html.escape(note)}</li>" for note in notes),
-        "RUNS": table(*describe_runs(groups)),
-        "FLAGS": describe_flags(groups),
-        "DATA": data,
-    }
-    for name, part in parts.items():
-        template = template.replace(f"<!--{name}-->", part, 1)
-    path.write_text(template, encoding="utf-8")
-
-
-def table(header, rows):
-    def cells(tag, row):
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(c))}</{tag}>" for c in row) + "</tr>"
-
-    return f"<table>{cells('th', header)}{''.join(cells('td', row) for row in rows)}</table>"
-
-
 def describe_runs(groups):
-    header = ["curve", "run", "seed", "return", "steps", "hours", "steps/s", "status", "started"]
-    header += ["commit", "machine", "versions", "command"]
-    rows = []
+    """Return a line a run: where it is, what it reached, and with which code."""
+    lines = []
     for label, members in groups.items():
         for run in members:
-            meta, columns = run.meta, run.columns
-            returns = [columns.get(name, np.array([])) for name in RETURNS]
-            last = [f"{r[np.isfinite(r)][-1]:.4g}" for r in returns if np.isfinite(r).any()]
-            steps, hours = columns["steps"][-1] - columns["steps"][0], columns["hours"][-1]
-            machine, earlier = meta.get("machine", {}), len(meta.get("earlier", []))
-            gpus = ", ".join(machine.get("gpus", [])) or "no GPU"
-            cores = f"{machine.get('usable_cores')} of {machine.get('cores')} cores"
-            if machine.get("cpu"):  # older runs do not have it
-                cores += f" of {machine['cpu']}"
-            rows.append([
-                label, run.path, meta.get("flags", {}).get("seed", "-"), *(last or ["-"])[:1],
-                f"{columns['steps'][-1]:,.0f}", f"{hours:.2f}",
-                f"{steps / hours / 3600:,.0f}" if hours else "-",
-                meta.get("status", "-") + f" (resumed {earlier}x)" * bool(earlier),
-                meta.get("start", "-")[:16].replace("T", " "),
-                ", ".join(run.commits) or "-",
-                f"{machine['host']}: {cores}, {gpus}, {machine['system']}" if machine else "-",
-                ", ".join(f"{k} {v}" for k, v in meta.get("versions", {}).items()) or "-",
-                shlex.join(meta.get("command", ["-"])),
-            ])  # fmt: skip
-    return header, rows
+            returns = [run.columns[name] for name in RETURNS if name in run.columns]
+            last = [
+                f"return {r[np.isfinite(r)][-1]:.4g}, " for r in returns if np.isfinite(r).any()
+            ]
+            earlier = len(run.meta.get("earlier", []))
+            lines.append(
+                f"{label}: {run.path}: {''.join(last[:1])}{run.columns['steps'][-1]:,.0f} steps, "
+                f"{run.columns['hours'][-1]:.2f} hours, {run.meta.get('status', 'no meta.json')}"
+                f"{f' (resumed {earlier}x)' * bool(earlier)}, commit "
+                f"{', '.join(run.commits) or 'unknown'}"
+            )
+    return lines
 
 
 def describe_flags(groups):
-    """Return a table of the flags in which curves differ, and a folded one of the others."""
+    """Return a line for each flag in which curves differ."""
     groups = {label: members for label, members in groups.items() if members[0].meta}
     flags = [[run.meta.get("flags", {}) for run in members] for members in groups.values()]
     names = dict.fromkeys(name for members in flags for run in members for name in run)
-    differ, same = [], []
+    lines = []
     for name in (name for name in names if name not in NOT_SETTINGS):
         values = [", ".join(dict.fromkeys(str(run.get(name, "-")) for run in m)) for m in flags]
-        (same if len(set(values)) == 1 else differ).append([name, *values])
-    parts = ""
-    if differ:
-        parts += "<h2>Flags in which they differ</h2>" + table(["flag", *groups], differ)
-    if same:
-        same = table(["flag", "value"], [row[:2] for row in same])
-        parts += f"<details><summary>Flags that are the same</summary>{same}</details>"
-    return parts
+        if len(set(values)) > 1:
+            of_each = (f"{value} ({label})" for label, value in zip(groups, values, strict=True))
+            lines.append(f"--{name}: {'; '.join(of_each)}")
+    return lines
 
 
 # fmt: off
 parser = argparse.ArgumentParser(
     prog="python -m beast.plot",
-    description="Draw the learning curves of runs: a picture and a web page.", allow_abbrev=False)
+    description="Draw the learning curves of runs as a picture.", allow_abbrev=False)
 parser.add_argument("runs", nargs="+", metavar="RUN",
                     help="Folder of a run, its logs.csv, or a copy NAME.csv beside NAME.json, that "
                     "of meta.json. LABEL=RUN names its curve; equal labels make one curve.")
 parser.add_argument("--output", "--out", dest="out", metavar="NAME",
-                    help="Where to write: NAME.png (or .pdf, .svg), NAME.html, or NAME for both. "
-                    "By default curves, in the folder of the first run.")
+                    help="Where to write: NAME.png, .pdf or .svg. By default curves.png, in the "
+                    "folder of the first run.")
 parser.add_argument("--x", help="What the picture shows the return against, one panel each; all "
                     f"else is against the first. Some of {','.join(X_AXES)}; by default "
                     "steps,frames,hours, without frames where a step is one frame, and with "
-                    "minutes for runs of less than an hour. The page has a switch.")
+                    "minutes for runs of less than an hour.")
 parser.add_argument("--metrics", help="Columns of the logs to draw below, separated by commas; '' "
                     "for the return alone. By default all that hold numbers.")
 parser.add_argument("--common", action="store_true",
@@ -195,8 +144,8 @@ parser.add_argument("--common", action="store_true",
 # fmt: on
 
 
-def main(argv=None):
-    flags = parser.parse_args(argv)
+def collect_curves(flags):
+    """Return what to draw, lines to print about its runs, and the folder of the first one."""
     metrics = None if flags.metrics is None else [n for n in flags.metrics.split(",") if n]
     notes = []
     runs = [read_run(argument, notes) for argument in flags.runs]
@@ -212,18 +161,22 @@ def main(argv=None):
         ends = {run.columns["steps"][-1]: run.name for run in members}
         if (end := min(ends)) < 0.9 * max(ends):
             notes.append(f"{label}: ends at {end:,.0f} steps, as {ends[end]} does")
-    page_x_names = [*x_names, *(n for n in default_x_names(runs) if n not in x_names)]
-    data = collect(groups, metrics, flags.common, page_x_names)
-    for note in notes:
-        print(note)
-    out = flags.out or str(runs[0].path.parent / "curves")
-    is_one = out.endswith((".html", ".png", ".pdf", ".svg"))
-    for path in map(pathlib.Path, [out] if is_one else [f"{out}.html", f"{out}.png"]):
-        if path.suffix == ".html":
-            write_page(data, groups, notes, path)
-        else:
-            draw_picture(data, x_names, path)
-        print(f"Wrote {path}")
+    data = collect(groups, metrics, flags.common, x_names)
+    lines = [*describe_runs(groups), *describe_flags(groups), *notes]
+    return data, lines, runs[0].path.parent
+
+
+def main(argv=None):
+    flags = parser.parse_args(argv)
+    data, lines, folder = collect_curves(flags)
+    path = pathlib.Path(flags.out or folder / "curves.png")
+    if path.suffix == ".html":
+        raise PlotError(f"--output is {path}, but a picture is a .png, .pdf or .svg")
+    if path.suffix not in (".png", ".pdf", ".svg"):  # the name of a run may have dots, too
+        path = path.with_name(f"{path.name}.png")
+    print(*lines, sep="\n")
+    draw_picture(data, path)
+    print(f"Wrote {path}")
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ def default_x_names(runs):
 
 
 def collect(groups, metrics, common, x_names):
-    """Return what picture and page draw, as a dict.
+    """Return what to draw, as a dict.
 
     Args:
       groups: dict from the labels of curves to their runs.
