@@ -43,11 +43,11 @@ OBSERVATIONS = {  # shape, stack size, seconds that the learner takes for a batc
 }
 OUTPUT_BYTES = 8 + 6 * 4 + 4  # transport.py's answer a row: action, policy logits, baseline
 TITLES = [
-    *("environments", "streams x environments", "servers", "steps/s", "lowest", "highest"),
-    *("CPU a step, learner", "servers", "learner's memory", "learner's growth"),
-    *("rollouts, at most", "servers' memory"),
-    *("files, learner + servers", "threads, learner + servers"),
-]
+    "environments", "streams x environments", "servers", "steps/s", "lowest", "highest",
+    "CPU a step, learner", "servers", "learner's memory", "learner's growth",
+    "rollouts, at most", "servers' memory",
+    "files, learner + servers", "threads, learner + servers",
+]  # fmt: skip
 
 
 def make_case(observation, num_envs):

@@ -86,8 +86,8 @@ class TokenCheck:
             return None
         if count := self._throttle.count():
             logging.warning(
-                "%s: refused %d stream(s) without this server's token, most recently from %s",
-                *(address, count, peer),
+                f"{address}: refused {count} stream(s) without this server's token, most recently "
+                f"from {peer}"
             )
         problem = "learner has none" if token is None else "learner has another one"
         return f"this server asks for a token, but the {problem}: give both one --auth_token_file"

@@ -117,9 +117,7 @@ def test_x_axes_and_metrics_have_defaults_and_can_be_chosen(tmp_path):
     assert list(data["x_axes"]) == list(data["limits"]) == ["minutes", "hours"]
     with pytest.raises(PlotError, match="--x is days; it must be some of steps,frames,minutes,"):
         collect(short, "--x", "days")
-    assert list(collect(long, "--metrics", "entropy")["panels"]) == [
-        *("mean_game_return", "entropy")
-    ]
+    assert list(collect(long, "--metrics", "entropy")["panels"]) == ["mean_game_return", "entropy"]
     with pytest.raises(PlotError, match="no run has ess, but there are mean_game_return, entropy"):
         collect(long, "--metrics", "entropy,ess")
 

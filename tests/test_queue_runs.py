@@ -116,13 +116,10 @@ def make_slots(cores, gpus, **flags):
 
 def test_braces_are_crossed_and_go_together_under_one_name():
     commands = queue_runs.expand(["python", "monobeast.py", *ENVS])
-    assert [command[-1] for command in commands] == [
-        *("Pong-1", "Pong-2", "Pong-3", "Breakout-1", "Breakout-2", "Breakout-3")
-    ]
-    assert commands[4] == [
-        *("python", "monobeast.py", "--env", "BreakoutNoFrameskip-v4", "--seed", "2"),
-        *("--xpid", "Breakout-2"),
-    ]
+    names = "Pong-1 Pong-2 Pong-3 Breakout-1 Breakout-2 Breakout-3".split()
+    assert [command[-1] for command in commands] == names
+    command = "python monobeast.py --env BreakoutNoFrameskip-v4 --seed 2 --xpid Breakout-2"
+    assert commands[4] == command.split()
 
 
 @pytest.mark.parametrize(
@@ -187,11 +184,9 @@ def test_no_core_has_two_slots_and_no_gpu_more_than_is_wished(
     cores, gpus, cores_per_run, gpus_per_run, runs_per_gpu
 ):
     slots = make_slots(
-        *(cores, gpus),
-        cores_per_run=cores_per_run,
-        gpus_per_run=gpus_per_run,
+        cores, gpus, cores_per_run=cores_per_run, gpus_per_run=gpus_per_run,
         runs_per_gpu=runs_per_gpu,
-    )
+    )  # fmt: skip
     room = [cores // cores_per_run]
     room += [gpus * runs_per_gpu // gpus_per_run] if gpus_per_run else []
     assert len(slots) == min(room)
@@ -444,9 +439,8 @@ if flags.xpid == "r1":
         (tmp_path / "go").touch()
         status, output = program.end()
     assert status == 0, output
-    assert [(event["what"], event["xpid"]) for event in read.events()] == [
-        *(("start", "r1"), ("end", "r1"), ("start", "r2"), ("end", "r2"))
-    ]
+    events = [f"{event['what']} {event['xpid']}" for event in read.events()]
+    assert events == ["start r1", "end r1", "start r2", "end r2"]
 
 
 @pytest.mark.whole

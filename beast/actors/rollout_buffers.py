@@ -73,16 +73,16 @@ def create_buffers(flags, row, agent_output, agent_state):
     Raises:
       FlagError: /dev/shm has no room for them.
     """
-    sample = flags, row, agent_output, agent_state
     M = flags.num_buffers
     advice = (
         f", or lower --num_buffers ({M}), --num_actors ({flags.num_actors}) or --envs_per_actor "
         f"({flags.envs_per_actor})"
     )
-    check_shared_memory(M * count_bytes(*sample), "the rollout buffers", advice)
+    num_bytes = M * count_bytes(flags, row, agent_output, agent_state)
+    check_shared_memory(num_bytes, "the rollout buffers", advice)
     return map_nest(
         lambda x: torch.zeros(M, *x.shape, dtype=x.dtype).share_memory_(),
-        _describe_rollout(*sample),
+        _describe_rollout(flags, row, agent_output, agent_state),
     )
 
 

@@ -52,10 +52,10 @@ QUORUM_TIMEOUT = JOIN_TIMEOUT + 5  # seconds for an answer of the lighthouse
 MAX_FAILURES = 20  # failed exchanges in a row, after which a learner ends
 # Flags about a machine, in which learners of one policy may differ.
 OWN_FLAGS = (
-    *("env", "savedir", "seed", "rank", "num_actors", "num_servers", "server_addresses"),
-    *("batch_size", "envs_per_actor", "envs_per_stream", "num_buffers", "num_learner_threads"),
-    *("num_inference_threads", "max_learner_queue_size", "stall_timeout_s"),
-)
+    "env", "savedir", "seed", "rank", "num_actors", "num_servers", "server_addresses",
+    "batch_size", "envs_per_actor", "envs_per_stream", "num_buffers", "num_learner_threads",
+    "num_inference_threads", "max_learner_queue_size", "stall_timeout_s",
+)  # fmt: skip
 
 
 def _answers(address):
@@ -297,8 +297,8 @@ class ElasticGroup:
         step, own_step = received["state"]["stats"]["step"], self._learner.step
         if step < own_step:
             logging.error(
-                "This learner was at step %s, the others are at %s: it goes on from there",
-                *(f"{own_step:,}", f"{step:,}"),
+                f"This learner was at step {own_step:,}, the others are at {step:,}: it goes on "
+                "from there"
             )
         try:
             # A copy, since the received tensors lie in memory that must not be written to.

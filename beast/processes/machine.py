@@ -101,8 +101,8 @@ def fit_actors(flags, rollout_bytes):
         flags.num_buffers -= flags.envs_per_actor
     if flags.num_actors < wanted:
         logging.warning(
-            "/dev/shm has no room for the rollouts of %d actors: --num_actors is %d",
-            *(wanted, flags.num_actors),
+            f"/dev/shm has no room for the rollouts of {wanted} actors: --num_actors is "
+            f"{flags.num_actors}"
         )
 
 
@@ -190,18 +190,20 @@ def _log_choice(flags, reasons, deterministic=False):
     if deterministic and reasons:
         logging.info("--deterministic fixes %s", ", ".join(values.values()))
     elif reasons:
-        num = count_learners()
-        logging.info(
-            "Chosen for this machine (limited by): %s. There are %d cores and %.0f GiB of "
-            "memory%s.%s",
-            ", ".join(f"{value} ({reasons[name]})" for name, value in values.items()),
-            *(count_cores(), count_memory() / 2**30),
-            f" for each of {num} learners that share this machine" if num > 1 else "",
-            f" More than {MAX_LAG * flags.batch_size} environments, {MAX_LAG} batches, would make "
-            "the policies lag"
-            if "lag" in reasons.values()
-            else "",
+        choices = ", ".join(f"{value} ({reasons[name]})" for name, value in values.items())
+        text = (
+            f"Chosen for this machine (limited by): {choices}. There are {count_cores()} cores and "
+            f"{count_memory() / 2**30:.0f} GiB of memory"
         )
+        if (num := count_learners()) > 1:
+            text += f" for each of {num} learners that share this machine"
+        text += "."
+        if "lag" in reasons.values():
+            text += (
+                f" More than {MAX_LAG * flags.batch_size} environments, {MAX_LAG} batches, would "
+                "make the policies lag"
+            )
+        logging.info(text)
 
 
 def count_learners():

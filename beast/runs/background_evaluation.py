@@ -59,9 +59,10 @@ class BackgroundEvaluation:
             if self._process is None:
                 self._start(learner)
             else:
+                seconds = time.monotonic() - self._start_time
                 logging.warning(
-                    "No evaluation at step %s: that of step %s has been playing for %.0f s",
-                    *(f"{step:,}", f"{self._step:,}", time.monotonic() - self._start_time),
+                    f"No evaluation at step {step:,}: that of step {self._step:,} has been playing "
+                    f"for {seconds:.0f} s"
                 )
         return metrics
 
@@ -128,8 +129,8 @@ class BackgroundEvaluation:
             except OSError:
                 reason = str(error)
             logging.error(
-                "The evaluation at step %s failed (exit status %d), and the run goes on:\n%s",
-                *(f"{self._step:,}", status, reason),
+                f"The evaluation at step {self._step:,} failed (exit status {status}), and the run "
+                f"goes on:\n{reason}"
             )
             return {}
         seconds = time.monotonic() - self._start_time

@@ -21,12 +21,12 @@ from beast.runs.randomness import random_states, restore_random_states
 
 # Flags of one call, which a checkpoint does not bring back.
 NOT_RESUMED = (
-    *("mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "pipes_basename"),
-    *("write_profiler_trace", "best", "end_with_stdin", "record_video", "result_file"),
-    *("render_mode", "wandb", "chosen", "fp32_devices", "rank", "num_learners", "elastic"),
+    "mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "pipes_basename",
+    "write_profiler_trace", "best", "end_with_stdin", "record_video", "result_file",
+    "render_mode", "wandb", "chosen", "fp32_devices", "rank", "num_learners", "elastic",
     # Nor shall a checkpoint from elsewhere choose which secret is sent to its servers.
-    *("tls_cert", "tls_key", "tls_ca", "auth_token_file"),
-)
+    "tls_cert", "tls_key", "tls_ca", "auth_token_file",
+)  # fmt: skip
 NEWEST, BEST = "model.tar", "best.tar"
 # What a checkpoint must hold, and of which types.
 PARTS = {"step": 0, "random_states": {}, "flags": {}, "model_state_dict": {}}
@@ -226,17 +226,15 @@ def resume(flags, learner):
 
 def _restore(flags, learner, checkpoint):
     restore_weights(learner.model, checkpoint, flags)
-    before, now = (
-        (found.get("num_learners", 1), found.get("batch_size", 1))
-        for found in (checkpoint["flags"], vars(flags))
-    )
+    old, new = checkpoint["flags"], vars(flags)
+    before = old.get("num_learners", 1), old.get("batch_size", 1)
+    now = new.get("num_learners", 1), new.get("batch_size", 1)
     # The number of --elastic learners varies, and was not saved.
-    is_elastic = checkpoint["flags"].get("elastic") or getattr(flags, "elastic", None)
+    is_elastic = old.get("elastic") or new.get("elastic")
     if math.prod(before) != math.prod(now) and not is_elastic:
         logging.warning(
-            "An update was of %d x %d rollouts (learners x --batch_size), and now is of %d x %d: "
-            "another --learning_rate may be better",
-            *(*before, *now),
+            f"An update was of {before[0]} x {before[1]} rollouts (learners x --batch_size), and "
+            f"now is of {now[0]} x {now[1]}: another --learning_rate may be better"
         )
     _check_optimizer(learner, checkpoint, flags)
     learner.stats.update(checkpoint["stats"])  # of which the schedules make learning rates

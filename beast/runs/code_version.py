@@ -34,8 +34,7 @@ def compare_code(path):
     ours = _name_code(sys.argv, describe_git())
     if theirs != ours:
         logging.warning(
-            "%s was written by %s; this is %s: its net or environment may differ",
-            *(path, theirs, ours),
+            f"{path} was written by {theirs}; this is {ours}: its net or environment may differ"
         )
 
 

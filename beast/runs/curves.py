@@ -25,13 +25,13 @@ RETURNS = {
     "mean_episode_return": "mean return of the last 100 episodes",
 }
 NOT_SETTINGS = {  # flags in which the runs of one curve may differ
-    *("seed", "xpid", "savedir", "mode", "disable_checkpoint", "num_episodes", "greedy"),
-    *("eval_interval", "wandb", "write_profiler_trace", "end_with_stdin", "num_test_envs"),
-    *("pipes_basename", "server_addresses", "tls_cert", "tls_key", "tls_ca", "auth_token_file"),
-    *("checkpoint_interval_s", "stall_timeout_s", "best", "result_file", "record_video"),
+    "seed", "xpid", "savedir", "mode", "disable_checkpoint", "num_episodes", "greedy",
+    "eval_interval", "wandb", "write_profiler_trace", "end_with_stdin", "num_test_envs",
+    "pipes_basename", "server_addresses", "tls_cert", "tls_key", "tls_ca", "auth_token_file",
+    "checkpoint_interval_s", "stall_timeout_s", "best", "result_file", "record_video",
     "autotune",  # of runs before it was a program of its own
-    *("chosen", "fp32_devices", "rank", "num_learners", "elastic"),
-}
+    "chosen", "fp32_devices", "rank", "num_learners", "elastic",
+}  # fmt: skip
 
 
 class PlotError(ValueError):

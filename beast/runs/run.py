@@ -99,10 +99,10 @@ class Run:
             num_rollouts = size * self._flags.batch_size
             logging.info("%d learners: an update sums over %d rollouts", size, num_rollouts)
         self.first_step = self._learner.step
-        logging.info(
-            "Resuming %s at step %s" if self.first_step else "New run: %s",
-            *((self.path, f"{self.first_step:,}") if self.first_step else (self.path,)),
-        )
+        if self.first_step:
+            logging.info("Resuming %s at step %s", self.path, f"{self.first_step:,}")
+        else:
+            logging.info("New run: %s", self.path)
         self._folder.start(self._learner)
         self._energy = CPUEnergy()
         self._learner.publish()

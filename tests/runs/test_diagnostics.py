@@ -20,9 +20,9 @@ from beast.runs.run import Run
 
 T, B, A = 6, 4, 5
 NAMES = {
-    *("clipped_rhos", "effective_sample_size", "log_rho_mean", "log_rho_std"),
-    *("behavior_target_kl", "entropy_share", "explained_variance"),
-}
+    "clipped_rhos", "effective_sample_size", "log_rho_mean", "log_rho_std",
+    "behavior_target_kl", "entropy_share", "explained_variance",
+}  # fmt: skip
 GOOD = {
     "effective_sample_size": 0.9,
     "behavior_target_kl": 0.01,
