@@ -375,8 +375,7 @@ def check_flags(flags):
         ("message_delay", ("--exchange gossip --deterministic",)),
     ):
         value, default = getattr(flags, name), parser.get_default(name)
-        # None is the default of older checkpoints.
-        if value not in (default, None) and how not in ways:
+        if value != default and how not in ways:
             raise FlagError(
                 f"--{name} is {value}, which is for {' or '.join(ways)}, not for {how}: give "
                 f"another --exchange, or --{name} {default}"

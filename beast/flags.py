@@ -171,9 +171,9 @@ def _fill_in(parser, argv, flags):
 
 def _complete(parser, argv, flags, saved):
     """Return the flags with what the command line leaves open taken from a checkpoint."""
-    # For a machine that may have been another one; older checkpoints do not say what was chosen.
+    # What was chosen was for a machine that may have been another one.
     with checkpoint.refusing(run_path(flags) / (BEST if flags.best else NEWEST)):
-        left = {*checkpoint.NOT_RESUMED, *saved["flags"].get("chosen", ["num_buffers"])}
+        left = {*checkpoint.NOT_RESUMED, *saved["flags"].get("chosen", [])}
         kept = {k: v for k, v in saved["flags"].items() if k in flags and k not in left}
         parser.check_types(kept)
     given, flags = flags, parser.parse_args(argv, argparse.Namespace(**kept))

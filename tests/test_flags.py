@@ -223,9 +223,6 @@ def test_given_buffers_are_kept_on_resume(tmp_path):
     assert flags.num_buffers == 100 and "num_buffers" not in flags.chosen
     save(flags)
     assert parse_flags(monobeast.parser, arguments).num_buffers == 100
-    del flags.chosen  # as in older versions, which filled it in
-    save(flags)
-    assert parse_flags(monobeast.parser, arguments).num_buffers is None
 
 
 def test_polybeasts_choices_are_made_anew_unless_given(tmp_path):

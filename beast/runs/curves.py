@@ -29,7 +29,6 @@ NOT_SETTINGS = {  # flags in which the runs of one curve may differ
     "eval_interval", "wandb", "write_profiler_trace", "end_with_stdin", "num_test_envs",
     "pipes_basename", "server_addresses", "tls_cert", "tls_key", "tls_ca", "auth_token_file",
     "checkpoint_interval_s", "stall_timeout_s", "best", "result_file", "record_video",
-    "autotune",  # of runs before it was a program of its own
     "chosen", "fp32_devices", "rank", "num_learners", "elastic",
 }  # fmt: skip
 
