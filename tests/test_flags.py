@@ -12,10 +12,12 @@ import pytest
 import torch
 from small_run import create_parser, parse, save
 
+import gala
 import monobeast
 import polybeast
+import ppo
 from beast.errors import EnvError, FlagError
-from beast.flags import parse_flags, run_program
+from beast.flags import LEFT_OUT, parse_flags, run_program
 from beast.parser import positive
 from beast.processes import fork_server
 from beast.servers import servers
@@ -66,6 +68,20 @@ def test_a_flag_that_cannot_be_is_refused_in_one_line(program, capsys, arguments
     (line,) = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and message in line
     assert line.startswith(f"{program.__name__}.py: ") and "--help" in line
+
+
+@pytest.mark.parametrize("program", [monobeast, polybeast, ppo, gala], ids=lambda p: p.__name__)
+def test_help_is_short_and_lists_no_flag_that_is_left_out(program):
+    text = program.parser.format_help()
+    assert 80 < len(text.splitlines()) < 120
+    metavars = re.findall(r"^  --[a-z_]+ ([A-Z:_]+)", text, re.M)
+    assert len(metavars) > 20 and max(map(len, metavars)) <= len("HOST:PORT")
+    flags = program.parser.parse_args([])
+    hidden = {name for name in LEFT_OUT if f"  --{name} " not in text}
+    assert hidden == ({"env_backend", "greedy"} if program in (ppo, gala) else set()) | (
+        {"write_profiler_trace"} if program is gala else set()
+    )
+    assert all(getattr(flags, name) == LEFT_OUT[name] for name in hidden)
 
 
 @pytest.mark.parametrize(("has_gpu", "words"), [(True, "--disable_cuda"), (False, ""), (True, "")])
