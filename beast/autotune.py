@@ -108,7 +108,7 @@ def tune(program, arguments):
 def find_flags(program, arguments):
     """Return the flags to vary, in the order of the search, and the value at which each starts.
 
-    It is None where the program's own default is to be it, which follows the machine.
+    None stands for the program's own default, which depends on the machine.
     """
     process = subprocess.run([sys.executable, program, "--help"], capture_output=True, text=True)
     known = set(re.findall(r"--(\w+)", process.stdout))
@@ -132,7 +132,7 @@ def find_flags(program, arguments):
 
 
 def search(measure, start, most_envs=sys.maxsize):
-    """Double one value after the other, else halve it, while that gains; return the best ones.
+    """Double each value in turn, or halve it, as long as steps/s rise; return the best values.
 
     More processes or streams than fit `most_envs` get fewer environments each, where that is open.
     """
@@ -165,7 +165,7 @@ def count_envs(flags):
 
 
 def check_trial(flags, most_envs):
-    """Refuse what the program would refuse, or learning would suffer from; `flags` is a dict."""
+    """Refuse flags, a dict, that the program would refuse or whose policy lag is too large."""
     num_servers = flags.get("num_servers") or 0
     if flags.get("server_addresses"):
         num_servers = len(expand_addresses(flags["server_addresses"]))
@@ -233,7 +233,7 @@ def end(process):
 
 
 def read_rate(folder):
-    """Return the steps/s since the first row with steps in a run's log; None while they are few.
+    """Return steps/s since the first row with steps in a run's log; None with too few rows.
 
     All before that row is warm-up. The steps of MIN_UPDATES are enough, and so are three rows more.
     """

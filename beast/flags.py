@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags that every program has, and how a command line and a checkpoint become one set of flags."""
+"""Flags of every program, and how the command line and a checkpoint are merged into one set."""
 
 import argparse
 import datetime
@@ -30,10 +30,10 @@ LEFT_OUT |= {"greedy": True}
 
 
 def create_parser(program, description, without=()):
-    """Return a parser with what programs have in common: the run, its evaluation, several learners.
+    """Return a parser with the flags that programs share: run, evaluation, several learners.
 
     Args:
-      program: file name of the program, which its checkpoints are marked with.
+      program: file name of the program; checkpoints store it.
       without: names of flags, among LEFT_OUT and `elastic`, that it does not have.
     """
     parser = Parser(program, description)
@@ -85,7 +85,7 @@ def create_parser(program, description, without=()):
 
 
 def add_server_flags(parser):
-    """Add where environment servers are, or how many to start."""
+    """Add flags for the addresses of environment servers, or for the number to start."""
     # fmt: off
     group = parser.add_argument_group("environment servers")
     group.add_argument("--server_addresses", metavar="LIST", help="Running servers: host:port, "
@@ -105,7 +105,7 @@ def add_server_flags(parser):
 
 
 def parse_flags(parser, argv=None):
-    """Parse the command line; what it leaves open comes from the run's checkpoint, if it has one.
+    """Parse the command line; flags not given are taken from the run's checkpoint, if any.
 
     So `--xpid NAME` alone resumes a run, or tests it, just as it was started. Of several learners
     the first one decides for all. From here on training ends with standard input, if it is to, also
@@ -131,7 +131,7 @@ def parse_flags(parser, argv=None):
 
 
 def _fill_in(parser, argv, flags):
-    """Return the flags with what the command line leaves open; refuse what cannot be."""
+    """Return the flags with all defaults filled in; refuse those that contradict each other."""
     if flags.xpid is None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         name = flags.program.removesuffix(".py")
@@ -170,7 +170,7 @@ def _fill_in(parser, argv, flags):
 
 
 def _complete(parser, argv, flags, saved):
-    """Return the flags with what the command line leaves open taken from a checkpoint."""
+    """Return the flags; those that the command line does not give are from a checkpoint."""
     # What was chosen was for a machine that may have been another one.
     with checkpoint.refusing(run_path(flags) / (BEST if flags.best else NEWEST)):
         left = {*checkpoint.NOT_RESUMED, *saved["flags"].get("chosen", [])}
@@ -193,18 +193,18 @@ def _complete(parser, argv, flags, saved):
 
 
 def _list_runs(flags, name):
-    """Return the names of the runs that have such a checkpoint, the newest first."""
+    """Return the names of runs with a checkpoint of this kind, the newest first."""
     runs = run_path(flags).parent.glob(f"*/{name}")
     runs = sorted(runs, key=lambda path: path.stat().st_mtime, reverse=True)
     return [path.parent.name for path in runs if not path.parent.is_symlink()]
 
 
 def _refuse_trust(given, flags):
-    """Refuse what only the command line, not a checkpoint from elsewhere, may decide.
+    """Refuse flags of a checkpoint that would run foreign code or send secrets.
 
     Args:
       given: flags of the command line.
-      flags: these, with what they leave open taken from the checkpoint.
+      flags: the same, completed from the checkpoint.
     """
     if given.env != flags.env and ":" in str(flags.env):  # module:ID
         raise FlagError(

@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose help shows defaults and whose errors are one line.
 
     Args:
-      program: file name of the program, which its checkpoints are marked with.
+      program: file name of the program; checkpoints store it.
     """
 
     all = []  # of this process
@@ -63,14 +63,14 @@ class Parser(argparse.ArgumentParser):
 
     @classmethod
     def flag_names(cls, program):
-        """Return what the flags of a program are called in its namespace."""
+        """Return the names that a program's flags have in its namespace."""
         actions = [
             action for parser in cls.all if parser.prog == program for action in parser._actions
         ]
         return {action.dest for action in actions if action.help != argparse.SUPPRESS}
 
     def check_types(self, values):
-        """Raise a TypeError where a value, by its flag's name, is none that the flag can have."""
+        """Raise a TypeError if a value has a type that its flag, its key, cannot have."""
         for action in self._actions:
             value = values.get(action.dest)
             if value is None or action.nargs not in (None, 0):
@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (--help lists all flags)\n")
 
     def _hint(self, word):
-        """Return what to write in place of a flag that this parser does not know, or nothing."""
+        """Return a suggestion for an unknown flag; empty if there is none."""
         word = word.partition("=")[0].lstrip("-").replace("-", "_")
         names = [option[2:] for option in self._option_string_actions if option[:2] == "--"]
         similar = [name for name in names if word.lower() in ALIASES.get(name, "").split()]
@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults where they say something: not that a switch is off, or that None is None."""
+    """Shows defaults, but not the False of a switch, nor None."""
 
     def __init__(self, prog):
         super().__init__(prog, max_help_position=30, width=100)

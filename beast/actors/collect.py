@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts of environments that the learner's own thread answers: no actors, no lag."""
+"""Rollouts collected in the learner's own thread: no actors, no lag."""
 
 import itertools
 
@@ -13,7 +13,7 @@ INPUTS = ("frame", "reward", "done", "last_action")  # keys of a row that the ne
 
 
 def _write_row(rows, t, row):
-    """Write row t, a dict of nests of [n, ...]; return whether there is one."""
+    """Write row t, a dict of nests of [n, ...]; return False if it is None."""
     for key, value in (row or {}).items():
         map_nest(lambda x, a: x[t].copy_(torch.as_tensor(a)), rows[key], value)
     return row is not None
@@ -21,7 +21,7 @@ def _write_row(rows, t, row):
 
 @torch.no_grad()
 def _play(flags, model, device, groups, parts, agent_states):
-    """Fill rollouts; return whether they were played to their end.
+    """Fill rollouts; return whether they are complete.
 
     Args:
       parts: the rows of each group, [T + 1, n, ...].
@@ -51,7 +51,7 @@ def collect(flags, model, groups, sample_rows):
 
     Args:
       flags: unroll_length T, env, and those of autocast.
-      model: what answers; not copied.
+      model: the net that acts; not copied.
       groups: ParallelEnvironments, each with as many of the N environments; one is stepped while
         the next is answered.
       sample_rows: rows and outputs [T, B, ...], of any T and B.

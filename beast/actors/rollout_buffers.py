@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MonoBeast's rollouts: buffers in shared memory, and the batches that are made of them."""
+"""MonoBeast's rollout buffers in shared memory, and batches of them."""
 
 import torch
 
@@ -11,7 +11,7 @@ from beast.processes.machine import check_shared_memory
 
 
 def _check_deterministic(flags, num_buffers):
-    """Refuse what --deterministic does not go with."""
+    """Refuse flags that do not work with --deterministic."""
     num_envs = flags.num_actors * flags.envs_per_actor
     needed = {"batch_size": num_envs, "num_learner_threads": 1, "num_buffers": num_buffers}
     for name, value in needed.items():
@@ -24,7 +24,7 @@ def _check_deterministic(flags, num_buffers):
 
 
 def choose_buffers(flags):
-    """Refuse fewer buffers than can be in use at once; fill in num_buffers.
+    """Choose num_buffers; refuse fewer than can be in use at once.
 
     At the least number actors and learner wait for each other, so by default there is room for one
     batch more. What is beyond that waits in the full queue, and makes the policy lag larger.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The newest weights, for actors and inference: always one whole version, without locks."""
+"""The newest weights for actors and inference: always one complete version, without locks."""
 
 import torch
 
@@ -14,7 +14,7 @@ class SharedCopies:
 
     Args:
       tensors: on any device; what each copy holds at first.
-      what: names the tensors in errors.
+      what: names the tensors, for errors.
 
     Raises:
       FlagError: /dev/shm has no room for all copies.
@@ -52,7 +52,7 @@ class SharedWeights:
     meanwhile. A lock would do too, until an actor is killed while it holds it.
 
     Args:
-      model: whose weights these are at first, as version 0.
+      model: has the initial weights, version 0.
       num_slots: how many versions are kept.
 
     Raises:
@@ -87,7 +87,7 @@ class SharedWeights:
         self._version[0] = version
 
     def load_into(self, model, version=None):
-        """Copy weights into `model` and return their version: the newest, or what is asked for.
+        """Copy weights, by default the newest, into `model` and return their version.
 
         Version + num_slots, which goes to the same slot as a version asked for, must not be
         published before this returns; with --deterministic the learner waits for that.
@@ -105,7 +105,7 @@ def _tensors(model):
 
 
 def _size(layout):
-    """Return the bytes that a tensor takes, up to where the next one may begin."""
+    """Return the bytes of a tensor, rounded up to the alignment of the next one."""
     dtype, shape, _ = layout
     return -(-shape.numel() * dtype.itemsize // 64) * 64
 
@@ -146,7 +146,7 @@ class LocalWeights:
 
 
 class Version:
-    """The number of the newest weights, where no other thread or process reads them."""
+    """A version number alone, for programs in which nobody else reads the weights."""
 
     def __init__(self):
         self.version = 0

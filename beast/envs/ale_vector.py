@@ -5,7 +5,7 @@ libtorchbeast/rows.py describes a row. These games reset one step later, so that
 episode takes an extra row, `terminated` or `truncated`. docs/environment.md lists how the games
 differ from those of atari_wrappers.py.
 
-Two kinds of end are found here, as ale-py's own would not do. Its `episodic_life` resets the whole
+Two kinds of end are handled here instead of in ale-py. Its `episodic_life` resets the whole
 game at each lost life; ours goes on after the extra row, in which FIRE is pressed where the game
 waits for it, else nothing. And its time limit stops before the last frame has been read, so that
 the observation to bootstrap from would be an old one.
@@ -33,7 +33,7 @@ class AtariEnvironments:
       num_envs: N.
       seed: an int or a sequence of ints, from which each game draws a seed of its own.
       name: put in front of error messages.
-      num_threads: that step the games. One, since there is a process a core.
+      num_threads: that step the games. One by default, since there is a process for each core.
 
     Rows are returned in `row`, whose arrays stay the same and are overwritten by each call.
     """

@@ -109,12 +109,12 @@ class Environments:
 
     @property
     def stack_size(self):
-        """How many frames an observation is a stack of; 0 where that is not known."""
+        """Number of frames stacked in an observation; 0 if unknown."""
         return int(self._wrapper_attr("stack_size", 0))
 
     @property
     def frame_skip(self):
-        """How many frames a step takes: what a wrapper calls `frame_skip`, else 1."""
+        """Frames a step: the attribute `frame_skip` of a wrapper, else 1."""
         return int(self._wrapper_attr("frame_skip", 1))
 
     def initial(self):
@@ -214,7 +214,7 @@ class Environments:
             raise self._error(i, f"the observation is not of its space: {error}") from None
 
     def _warn_of_bounds(self):
-        """Log, once, an observation that is outside its space, by which nets may scale it."""
+        """Warn once of an observation outside its space, by whose bounds nets may scale it."""
         if self.watched_steps > 0:
             self.watched_steps -= 1
             if found := find_outside(self.observation_space, self.row["frame"]):
@@ -266,7 +266,7 @@ def _describe(error):
 
 
 def _describe_result(result):
-    """Return what is wrong with what `step` returned as a whole, or None."""
+    """Return what is wrong with the tuple that `step` returned, or None."""
     expected = "observation, reward, terminated, truncated and info"
     if not isinstance(result, (tuple, list)):
         return f"step() returned {type(result).__name__}; it should return {expected}"

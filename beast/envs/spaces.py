@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observation and action spaces: as arrays, as what a net needs to know, and as JSON."""
+"""Observation and action spaces as arrays, as sizes for nets, and as JSON."""
 
 import json
 import math
@@ -70,7 +70,7 @@ def empty_observation(space, num_envs, path="observation"):
 
 
 def count_actions(space):
-    """Return what a net needs to know of an action space.
+    """Return the size of an action space, as nets take it.
 
     Of Discrete, the number of actions; of MultiDiscrete, a tuple of the numbers of its k parts; of
     a Box, the number k of its parts.
@@ -130,7 +130,7 @@ def random_actions(space, num_envs, random):
 
 
 def spaces_to_json(observation_space, action_space, frame_skip):
-    """Return the text by which servers and learner compare their environments."""
+    """Return spaces and frame skip as JSON, which servers and learners compare."""
     spaces = {
         "observation": space_to_dict(observation_space),
         "action": space_to_dict(action_space),
@@ -143,7 +143,7 @@ def spaces_from_json(text):
     """Return observation space, action space and frame skip.
 
     Raises:
-      EnvError: the text, which may come from anywhere, names none that can be used.
+      EnvError: the text, which is not trusted, describes no spaces that can be used.
     """
     try:
         spaces = json.loads(text)
@@ -165,7 +165,7 @@ def spaces_from_json(text):
 
 
 def _size(d, depth=0):
-    """Return of how many bytes a space, a dict for JSON, is; one-hot codes have one a number."""
+    """Return the bytes of an observation of a space, a dict for JSON."""
     if depth > MAX_DEPTH:
         raise ValueError(f"they are more than {MAX_DEPTH} levels deep")
     if d["type"] in ("Dict", "Tuple"):
@@ -179,11 +179,11 @@ def _size(d, depth=0):
 
 
 def row_ranges(observation_space, action_space):
-    """Return, for ActorPool, what a row of such environments may hold.
+    """Return bounds of rows of these environments, for ActorPool.
 
     A dict of frame and last_action, each a nest of arrays: [2, ...] of the least and the largest
-    integers, [0, ...] where there is no limit. Bounds of a Box are none: environments that exceed
-    them a little are common.
+    integers, [0, ...] where there is no limit. Floats have no bounds: environments that exceed
+    those of their Box a little are common.
     """
     count_actions(action_space)
     return {"frame": _ranges(observation_space), "last_action": empty_actions(action_space, 0)}
@@ -232,7 +232,7 @@ def _bound_to_list(bound):
 
 
 def space_from_dict(d):
-    """Return the space from which `space_to_dict` made `d`."""
+    """Return the space that `space_to_dict` turned into `d`."""
     spaces = gym.spaces
     if d["type"] == "Dict":
         return spaces.Dict([(key, space_from_dict(s)) for key, s in d["spaces"]])

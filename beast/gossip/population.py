@@ -20,14 +20,14 @@ LOWEST = torch.finfo(torch.float32).min  # finite, or checkpoints may be refused
 
 
 class Population(torch.nn.Module):
-    """The nets of several agents, of which one answers: `agent`, or that with the best returns.
+    """The nets of several agents; one of them acts: `agent`, or the one with the best returns.
 
     Args:
-      net: with which all agents begin.
+      net: initial net of all agents.
 
     Attributes:
       agents: copies of it.
-      agent: the number of the one that answers.
+      agent: the number of the agent that acts.
       returns: [agents], the mean of the last games of each; the lowest number before the first.
     """
 
@@ -39,7 +39,7 @@ class Population(torch.nn.Module):
 
     @property
     def agent(self):
-        """The agent that answers."""
+        """The agent that acts."""
         return int(self.returns.argmax()) if self._agent is None else self._agent
 
     def initial_state(self, batch_size):
@@ -56,10 +56,10 @@ def flatten(tensors):
 
 
 class Mailboxes:
-    """What each agent has sent last, in shared memory: sending waits for nobody, nor does mixing.
+    """The newest message of each agent, in shared memory; neither sending nor mixing waits.
 
     Args:
-      in_peers: of each agent, from whom it gets weights.
+      in_peers: for each agent, the numbers of its senders.
       models: of all agents.
     """
 
@@ -71,7 +71,7 @@ class Mailboxes:
         self._mixed = [[0] * n for _ in range(n)]  # versions, of the agent whose process this is
 
     def has_news(self, agent):
-        """Return whether each in-peer has sent weights that this agent has not mixed yet."""
+        """Return whether each in-peer has sent weights that this agent has not mixed in yet."""
         return all(self.weights[j].version > self._mixed[agent][j] for j in self.in_peers[agent])
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class Mailboxes:
         torch._foreach_div_(parameters, 1 + len(self.in_peers[agent]))
 
     def matrix(self):
-        """Return P: with what weight each agent's message is in each agent's weights."""
+        """Return P: the weight of each agent's message in each agent's mean."""
         n = len(self.weights)
         matrix = torch.zeros(n, n, dtype=torch.float64)
         for agent, in_peers in enumerate(self.in_peers):
@@ -98,25 +98,25 @@ class Mailboxes:
 
 
 def state_of(net, optimizer):
-    """Return all tensors that learning changes: of a net, and of its part of an optimizer."""
+    """Return all tensors that learning changes: of a net and of its optimizer state."""
     of_optimizer = [x for p in net.parameters() for x in optimizer.state[p].values()]
     return [*net.state_dict().values(), *filter(torch.is_tensor, of_optimizer)]
 
 
 def make_equal(population, optimizer):
-    """Give all agents of a population what agent 0 has learned."""
+    """Copy the weights and optimizer state of agent 0 to all agents of a population."""
     first, *others = (state_of(net, optimizer) for net in population.agents)
     for other in others:
         torch._foreach_copy_(other, first)
 
 
 class AgentMemory:
-    """In shared memory, of each agent: what it has learned, what it has sent, and its gradient.
+    """Shared memory of each agent's learned state, newest message and gradient.
 
     Args:
       population: a Population, of which each agent begins with its net.
       optimizer: of all parameters of the population, with its state.
-      in_peers: of each agent, from whom it gets weights.
+      in_peers: for each agent, the numbers of its senders.
 
     Attributes:
       mailboxes: Mailboxes.
@@ -138,16 +138,16 @@ class AgentMemory:
         self.gradients.share_memory_()
 
     def save(self, agent, net, optimizer):
-        """Write what an agent has learned."""
+        """Save an agent's learned state."""
         torch._foreach_copy_(self._states[agent], state_of(net, optimizer))
 
     def load(self, agent, net, optimizer):
-        """Read what an agent has saved last, or what it began with."""
+        """Load an agent's newest saved state, or its initial one."""
         torch._foreach_copy_(state_of(net, optimizer), self._states[agent])
 
 
 class Consensus:
-    """How far the agents' weights are apart, and how alike their gradients are.
+    """Distance between the agents' weights, and similarity of their gradients.
 
     consensus_distance is the Frobenius norm of all agents' weights, mixed, less their mean;
     consensus_bound is the bound of Proposition 1, as a recursion. It holds in step and without
@@ -189,7 +189,7 @@ class Consensus:
         return (mixed - mixed.mean(0)).norm().item()
 
     def _messages(self):
-        """Return [agents, parameters], what each has sent last; in step, after the same update."""
+        """Return the newest messages, [agents, parameters]; if in step, of the same update."""
         messages = []
         for weights in self._mailboxes.weights:
             weights.load_into(self._message, self._round if self._in_step else None)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices: which one learns, in which number format, with which threads; copies to it in streams.
+"""Devices, number formats, threads, and copies to a GPU in streams of their own.
 
 A CUDA stream works in the background. Events order streams. A tensor is recorded with each stream
 that reads it, since PyTorch reuses its memory when the stream that allocated it is done. On a CPU
 copies need nothing of this.
-
-NOT RUN YET on a GPU, and so its gain is not measured: begin with tests/learners/test_cuda.py.
 """
 
 import contextlib
@@ -35,13 +33,13 @@ def computes_in_bf16(flags, device):
 
 
 def to_float32(outputs):
-    """Return a nest of tensors with those that are bfloat16 as float32."""
+    """Return a nest of tensors in which bfloat16 ones are converted to float32."""
     return map_nest(lambda x: x.float() if x.dtype == torch.bfloat16 else x, outputs)
 
 
 @functools.cache
 def has_bf16(device):
-    """Return whether the device multiplies in bfloat16 by itself, and faster than in float32."""
+    """Return whether the device multiplies in bfloat16 natively, and faster than in float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     features = getattr(torch.cpu, "get_capabilities", dict)()  # older torch has none
@@ -66,12 +64,12 @@ def time_of_product(dtype):
 
 
 def choose_precision(flags, knows_bf16, devices):
-    """Set flags.precision, where it is open: to bf16 if the net and a device are good at it.
+    """Set flags.precision if not given: bf16 if the net supports it and a device is faster in it.
 
     The other devices compute in fp32 then; flags.fp32_devices has their types.
 
     Args:
-      knows_bf16: whether the net is good at it: its last layers stay in float32.
+      knows_bf16: whether the net supports bf16: its last layers stay in float32.
       devices: of the learner and of the actors or inference.
     """
     slow = {device.type for device in devices if not has_bf16(device)}
@@ -89,11 +87,11 @@ def choose_precision(flags, knows_bf16, devices):
 
 
 def use_threads(num_threads, device):
-    """Have PyTorch compute with so many threads in this thread; pin two of them to the two cores.
+    """Set the number of PyTorch threads of this thread; on two cores, pin two of them.
 
     In convolutions threads wait for each other without giving up their core. Where another program
     keeps a core busy, Linux has both share the other one, and a batch takes 20 times as long
-    (benchmarks/README.md). It is for programs whose actors do not play meanwhile.
+    (benchmarks/README.md). Only for programs whose environments wait during learning.
     """
     torch.set_num_threads(num_threads)
     cores, before = sorted(os.sched_getaffinity(0)), os.listdir("/proc/self/task")
@@ -110,7 +108,7 @@ def use_threads(num_threads, device):
 
 
 def record_event(device):
-    """Return an event after all work that the current stream has now; None on a CPU."""
+    """Return an event recorded after the current stream's pending work; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -119,7 +117,7 @@ def record_event(device):
 
 
 def use_after(event, nest, device):
-    """Have the current stream use tensors that another one has written before the event."""
+    """Let the current stream use tensors that another stream wrote before the event."""
     if event is not None:
         stream = torch.cuda.current_stream(device)
         stream.wait_event(event)
@@ -137,7 +135,7 @@ class DeviceCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, nest):
-        """Return a nest on the device, which the current stream may use at once."""
+        """Return a copy of a nest on the device, which the current stream may use at once."""
         if self._stream is None:
             return map_nest(lambda x: x.to(self._device), nest)
         with torch.cuda.stream(self._stream):
@@ -147,6 +145,6 @@ class DeviceCopies:
         return copies
 
     def wait(self):
-        """Wait until what was copied last may be written to again."""
+        """Wait until the source of the last copy may be overwritten."""
         if self._copied is not None:
             self._copied.synchronize()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What learners exchange in an update: one tensor each, of which only the sum is needed.
+"""Data that learners exchange in an update: one tensor each; all get the sum.
 
 It holds the gradients, a flag for each parameter that has one, and a table with a row for each
 learner. A learner fills its own row and leaves the others at zero, so the sum has all rows.
@@ -15,12 +15,12 @@ HEADER_SIZE = 7
 
 
 class Exchange:
-    """Packs what a learner gives into a tensor, and unpacks the sum of all tensors.
+    """Packs a learner's gradients and metrics into a tensor; unpacks the sum of all tensors.
 
     Attributes:
       layout: how many numbers each metric has, by name; None until it is known.
       num_batches: how many learners had a batch in the last sum; None before the first sum.
-      not_finite: rows of the learners that gave something that is not finite.
+      not_finite: rows of the learners whose gradients or metrics were not finite.
       has_to_stop: whether a learner asked to stop.
     """
 
@@ -95,7 +95,7 @@ class Exchange:
         return torch.cat([gradients, there, table.flatten()])
 
     def unpack(self, model, total, num_rows):
-        """Write the summed gradients into the model, keep the rest here, and return the metrics.
+        """Write summed gradients into the model, store the rest here, and return the metrics.
 
         Of the metrics, `moments` is not summed but gathered: [rows, moments]. Returns that were
         packed count as sent.
@@ -163,7 +163,7 @@ class Exchange:
 
 
 def describe_net(model):
-    """Return what the nets of all learners must have in common: dtypes, shapes and order."""
+    """Return the dtypes, shapes and order of weights, which all learners must have in common."""
     tensors = model.state_dict() | dict(model.named_buffers())  # also those that are not saved
     return {n: f"{t.dtype} {list(t.shape)}" for n, t in tensors.items()} | {"order": list(tensors)}
 

@@ -16,7 +16,7 @@ SMALLEST_SQUARE = 1e-36  # that raise_squares leaves
 
 
 class Batch(NamedTuple):
-    """Rollouts to learn from, and what is logged of them."""
+    """Rollouts to learn from, with their lags and sources."""
 
     rows: dict  # nests of tensors [T + 1, B, ...], on the learner's device
     # Before row 0, a nest of tensors [layers, B, ...], there too; of `collect` a pair: before row 0
@@ -33,14 +33,14 @@ class Learner:
     Args:
       model: on its device.
       optimizer: one, or a dict of several by their names.
-      decay: returns the factor of all learning rates after so many agent steps.
+      decay: function from agent steps to a factor of all learning rates.
       weights: SharedWeights, LocalWeights or Version, into which new weights are published.
 
     Attributes:
       scheduler: of the optimizer, or a dict of those of several.
       group: of learners of the same policy, this one among them.
-      num_threads: with which PyTorch shall compute in the learner's threads.
-      lock: reentrant; held while anything here is changed or copied.
+      num_threads: of PyTorch, in each of the learner's threads.
+      lock: reentrant; held while any of this state is changed or copied.
       hold: returns a context manager, to enter before the lock is taken to save the state: it stops
         other processes that change it, as gala.py's agents do. By default it does nothing.
       stats: dict of step (agent steps learned from), episode_returns and game_returns (of the last
@@ -83,7 +83,7 @@ class Learner:
             self.stats[name] = (self.stats[name] + returns)[-100:]
 
     def state(self):
-        """Return all that a learner of the same policy needs: tensors and plain values."""
+        """Return the state for another learner of the same policy: tensors and plain values."""
         state = {"parts": map_nest(lambda x: x.state_dict(), self._parts), "stats": self.stats}
         return state | {"buffers": list(self.model.buffers())}  # also those that are not saved
 
@@ -105,7 +105,7 @@ def create_state(optimizer):
     """Create an optimizer's state, which torch would create at the first step.
 
     Raises:
-      FlagError: that is not all zeros, so it depends on the first step.
+      FlagError: the state does not begin with zeros, so it depends on the first step.
     """
     if optimizer.state:  # of those that make it at once
         return
@@ -132,9 +132,9 @@ def create_state(optimizer):
 
 
 def raise_squares(optimizer):
-    """Keep the means of squares of RMSProp or Adam at 1e-36 or more, as roots of less are slow.
+    """Clamp the mean squares of RMSProp or Adam to 1e-36: roots of smaller numbers are slow.
 
-    Those of a dead unit decay to less than 1e-38, with which a step takes up to 7 times as long
+    Those of a dead unit decay to denormal numbers, with which a step takes up to 7 times as long
     (benchmarks/README.md). This changes no weight, since any epsilon is far larger.
     """
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several learners of one policy: each update sums what their batches give.
+"""Several learners of one policy: each update sums gradients and metrics of their batches.
 
 A learner is a rank of the group, with actors or streams of its own. W ranks with batches of B
 rollouts are one learner with batches of W x B: gradients and metrics are summed, in one tensor and
 one exchange an update. Clipping, the check that all is finite and the step of the optimizer come
 after it, on all ranks alike, so that their weights stay equal to the last bit. A rank without a
 batch gives zeros, so that the others go on. Rank 0 has the run's folder, its checkpoints and its
-evaluations. How ranks are started and find each other is in torchrun.py.
+evaluations. torchrun.py has how ranks start and find each other.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ SEEDS_A_RANK = 2**20  # seeds of actors or streams, so that no two play the same
 
 
 class Alone:
-    """The group of a learner that is the only one of its policy."""
+    """The group of a single learner."""
 
     rank, size, name, by_torchrun = 0, 1, "", False
     exchange, starvation = Exchange(), None
@@ -78,19 +78,19 @@ def set_current(group):
 
 
 class LearnerGroup:
-    """A group of learners, as one of them sees it.
+    """A member's view of a group of learners.
 
     The learner's lock is held while `sum` waits for others.
 
     Args:
       rank, size: of this learner, and how many there are.
       device: "cuda" or "cpu", the type of the device that the learners compute on.
-      start: how it waits for the others before training; None for a group of one.
+      start: a torchrun.Start, which waits for the others; None for a group of one.
 
     Attributes:
-      name: of its files; that of rank 0 is empty, as it has the run's.
-      exchange: an Exchange; where one learner asked to stop, all stop after the same update.
-      starvation: whether this learner has batches.
+      name: suffix of its files; empty for rank 0, which writes the run's own.
+      exchange: an Exchange; if one learner asks to stop, all stop after the same update.
+      starvation: a Starvation: whether this learner has batches.
     """
 
     by_torchrun = True
@@ -109,7 +109,7 @@ class LearnerGroup:
         self.starvation = Starvation()
 
     def from_rank_0(self, function):
-        """Return what `function` returns, which rank 0 alone calls, or raise its FlagError."""
+        """Call `function` on rank 0 only; return its result or raise its FlagError on all."""
         outcome = [None]
         if self.rank == 0:
             try:
@@ -130,7 +130,7 @@ class LearnerGroup:
             refuse_difference(what, (f"rank {rank}", other), ("rank 0", values[0]))
 
     def share_state(self, learner):
-        """Have all learners begin with the weights, optimizer and counts of rank 0."""
+        """Broadcast weights, optimizer and counts of rank 0 to all learners."""
         self.check_same("optimizer", learner.optimizer_name)
         state = [learner.state() if self.rank == 0 else None]
         self._meet(lambda: dist.broadcast_object_list(state))
@@ -146,7 +146,7 @@ class LearnerGroup:
         self.starvation.begin()
 
     def _meet(self, call):
-        """Make a collective call when all ranks are ready for it."""
+        """Make a collective call once all ranks are ready for it."""
         self._communicate(lambda: self._start.meet(call) if self._start else call())
 
     def sum(self, model, metrics):
@@ -225,20 +225,20 @@ class LearnerGroup:
         return self.starvation.batch_in_hand()
 
     def leave(self, is_over):
-        """Leave the group; where the run is over, wait until all have got the last sum."""
+        """Leave the group; at the end of a run, wait until all ranks have the last sum."""
         if is_over:
             with contextlib.suppress(EnvError):
                 self._communicate(dist.barrier)
 
 
 def _machine():
-    """Return what the processes have in common that see each other by their ids."""
+    """Return an id of the process namespace, equal for processes that can signal each other."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot, os.readlink("/proc/self/ns/pid")
 
 
 def _state(pid):
-    """Return the state of a process, a letter, and when it began: ids are used again."""
+    """Return a process's state, a letter, and its start time, since ids are reused."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
 
@@ -248,7 +248,7 @@ PAUSE = 0.1  # seconds between two exchanges in which no rank has a batch
 
 
 class Starvation:
-    """Whether a learner has batches, or has had none for too long. For all of its threads."""
+    """Tracks whether a learner has had no batch for too long, over all of its threads."""
 
     def __init__(self):
         self._lock = threading.Lock()  # guards what follows
@@ -256,12 +256,12 @@ class Starvation:
         self._last_batch = math.inf
 
     def begin(self):
-        """Count the time without a batch from here on, not only from the first batch."""
+        """Start counting the time without a batch."""
         self._last_batch = time.monotonic()
 
     @contextlib.contextmanager
     def batch_in_hand(self):
-        """Say that a thread has a batch, while it waits for the lock and learns from it."""
+        """Context manager of a thread that has a batch, from waiting for the lock to the update."""
         with self._lock:
             self._in_hand += 1
         try:
@@ -281,7 +281,7 @@ def join_updates(flags, learner, run, learn):
     """Take part in the updates of the other learners while there is no batch here: a thread.
 
     Args:
-      learn: as in the programs; without a batch it gives no gradient, but takes the step.
+      learn: the program's function; without a batch it adds no gradient, but takes the step.
     """
     group = learner.group
     if group.starvation is None:  # the learner is the only one

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creating a net for an environment, and checking that they fit; images, and layers of all nets."""
+"""Creating a net for an environment and checking that they fit; image formats; shared layers."""
 
 import inspect
 from typing import NamedTuple
@@ -38,7 +38,7 @@ def create_net(net_class, observation_space, action_space, **arguments):
         name, `arguments`.
 
     Raises:
-      FlagError: it cannot be made for these spaces, cannot answer, or answers in another shape.
+      FlagError: the net cannot be created for these spaces, or its outputs have other shapes.
     """
     learner_group.current().check_same("environment", f"{observation_space}, {action_space}")
     num_actions = count_actions(action_space)
@@ -159,12 +159,12 @@ def may_be_image(space):
 def find_image(space, channels_last=None):
     """Return the Image that observations of a space are; None where they are none.
 
-    Images are Boxes of integers or bools of three dimensions. Where two sides are equal, the third
-    one is the channels; where all are, they are last, as Gymnasium's and MinAtar's. Else they are
-    the shorter end, if it is clearly shorter.
+    Images are Boxes of integers or bools of three dimensions. If two sides are equal, the third
+    is the channels; if all are equal, the last, as in Gymnasium and MinAtar. Otherwise it is
+    the first or last side, if that is clearly the shortest.
 
     Args:
-      channels_last: whether an image is [H, W, C], where its shape does not show it.
+      channels_last: whether an image is [H, W, C], if its shape does not show it.
 
     Raises:
       ValueError: the space does not show where the channels are, or how large pixels can be.
@@ -197,7 +197,7 @@ def scale_image(x, image=None):
     """Return images [N, ...] as [N, C, H, W], at most 1, in the dtype of the convolutions.
 
     Args:
-      image: of find_image; by default that of whatever x's shape and dtype can hold.
+      image: of find_image; by default derived from x's shape and dtype.
     """
     if image is None:
         dtype = torch.empty(0, dtype=x.dtype).numpy().dtype

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observations as vectors, and streaming moments of them and of returns, as parts of a net."""
+"""Modules that turn observations into vectors and normalize them, and scale rewards."""
 
 import math
 
@@ -19,7 +19,7 @@ class Normalizer(nn.Module):
     Args:
       size: of the last dimension of inputs.
       limit: results are clipped to [-limit, limit].
-      encode: a module that makes inputs of what `update` and `forward` get; None: that is them.
+      encode: a module that encodes what `update` and `forward` get; None: no encoding.
     """
 
     def __init__(self, size, limit=5.0, encode=None):
@@ -58,7 +58,7 @@ class Normalizer(nn.Module):
 class RewardScaler(nn.Module):
     """Divides rewards by the standard deviation of discounted returns up to each step.
 
-    In double precision, since the sum of large rewards may be infinite as a float32.
+    In double precision, since sums of large rewards may overflow float32.
     """
 
     def __init__(self, limit=10.0):
@@ -88,7 +88,7 @@ class RewardScaler(nn.Module):
 
 
 def flatten(frame):
-    """Return a nest of [N, ...] as floats [N, numbers]; integers as double, which holds them."""
+    """Return a nest of [N, ...] as floats [N, numbers]; integers as float64, which is exact."""
     parts = []
     map_nest(lambda x: parts.append(x if x.is_floating_point() else x.double()), frame)
     return torch.cat([x.reshape(len(x), math.prod(x.shape[1:])) for x in parts], dim=1)
@@ -127,9 +127,9 @@ class OneHot(nn.Module):
 
 
 def _choices(space):
-    """Yield of each number of an observation how many values it chooses from, and the least one.
+    """Yield, for each number of an observation, its number of values and the least value.
 
-    Of numbers that are no choice, such as those of a Box, 0 and 0.
+    Both are 0 for numbers that are not categorical, such as those of a Box.
     """
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
         parts = space.spaces

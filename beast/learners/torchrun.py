@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How learners that torchrun has started find each other; learner_group.py is what they then do."""
+"""How learners started by torchrun find each other; learner_group.py has the group itself."""
 
 import atexit
 import contextlib
@@ -35,7 +35,7 @@ def join_group(flags):
 
     Raises:
       FlagError: the program is for one learner; torchrun's variables contradict each other, or the
-        flags do not go with them; or another rank has other flags, another commit, or another kind
+        flags contradict them; or another rank has other flags, another commit, or another kind
         of device.
     """
     variables = {name: os.environ.get(name) for name in VARIABLES}
@@ -97,11 +97,11 @@ class Start:
         atexit.register(lambda: (self.end(), thread.join()))
 
     def end(self):
-        """Say that all ranks train from here on."""
+        """Record that all ranks train from here on."""
         self._is_over.set()
 
     def meet(self, call):
-        """Make a collective call when all ranks are ready for it, or raise a TimeoutError."""
+        """Make a collective call once all ranks are ready for it, or raise a TimeoutError."""
         self._num_meetings += 1
         self._is_meeting = True
         try:
@@ -113,7 +113,7 @@ class Start:
             self._stop()
 
     def _wait(self, key):
-        """Wait until all ranks have come; then all leave, or all stop, as the first one decides."""
+        """Wait until all ranks have arrived; all continue or all stop, as the first decides."""
         pause = 0.01
         seen = {}  # beats of another rank, and when they were as many first
         self._store.add(key, 1)
@@ -184,7 +184,7 @@ def _time_limit(seconds):
 
 
 def check_flags(flags, how="under torchrun"):
-    """Refuse what several learners do not go with."""
+    """Refuse flags that do not work with several learners."""
     if flags.mode != "train":
         raise FlagError(f"--mode {flags.mode} is for one process: it does not work {how}")
     for name, reason in {
@@ -197,7 +197,7 @@ def check_flags(flags, how="under torchrun"):
 
 
 def _check_variables(variables):
-    """Return rank and size, or raise a FlagError that says what contradicts what."""
+    """Return rank and size, or raise a FlagError that names contradicting variables."""
     try:
         rank, size, local_rank, local_size = (int(value) for value in variables.values())
     except (TypeError, ValueError):
@@ -222,7 +222,7 @@ def _check_variables(variables):
 
 
 def _choose_gpu(flags, local_rank, local_size):
-    """Have this process see one GPU, which is no other rank's; return "cuda", or "cpu"."""
+    """Restrict this process to one GPU that no other rank uses; return "cuda" or "cpu"."""
     num_gpus = torch.cuda.device_count()  # which leaves CUDA as it is
     if flags.disable_cuda or not num_gpus:
         return "cpu"
@@ -237,7 +237,7 @@ def _choose_gpu(flags, local_rank, local_size):
 
 
 def _agree_on_attempt(store, rank, size):
-    """Return a name that all ranks of this start have in common, and no earlier start had.
+    """Return a name that all ranks of this start share and no earlier start used.
 
     torchrun's store may outlive a restart, with the addresses of ranks that are gone in it. Its
     restart count is per machine. So rank 0 draws a name, the others answer it with numbers of their

@@ -20,7 +20,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 60, 3600
 
 
 def replace_file(path, content):
-    """Put bytes in place of a file, as a whole or, where that raises OSError, not at all."""
+    """Replace a file's content atomically; if that raises OSError, the file is unchanged."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with open(temporary, "wb", buffering=0) as file:
@@ -39,7 +39,7 @@ def replace_file(path, content):
 
 
 def set_aside(path, reason):
-    """Rename a file that the run cannot use to NAME.1 (or .2, ...), so that nothing is lost."""
+    """Rename a file that cannot be used to NAME.1 (or .2, ...), so that nothing is lost."""
     new = next(
         p for i in itertools.count(1) if not (p := path.with_name(f"{path.name}.{i}")).exists()
     )
@@ -54,9 +54,9 @@ def _write_all(file, content):
 
 
 class GrowingFile:
-    """A file that grows by whole pieces.
+    """A file to which pieces are appended atomically.
 
-    Where a piece cannot be written, the file stays as it was, the log says so, and the run goes on.
+    If a piece cannot be written, the file is unchanged, this is logged, and the run goes on.
     """
 
     def __init__(self, path):
@@ -78,7 +78,7 @@ class GrowingFile:
         return self._report(None)
 
     def replace(self, make_content):
-        """Hold the bytes that a function makes of those it has; return whether it does."""
+        """Replace the content by function(content); return whether that was written."""
         try:
             replace_file(self._path, make_content(self._path.read_bytes()))
             self._file.close()
@@ -193,7 +193,7 @@ class CSVFile:
 class EventFile:
     """Metrics for TensorBoard, which drops what earlier files hold from `step` on.
 
-    Where they cannot be written, or tensorboard is missing, the log says so, and the run goes on.
+    If they cannot be written, or tensorboard is missing, this is logged and the run goes on.
     """
 
     def __init__(self, folder, step):

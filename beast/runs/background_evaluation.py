@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--eval_interval: evaluations while training goes on, each in a process of its own."""
+"""--eval_interval: evaluations during training, each in a process of its own."""
 
 import contextlib
 import io
@@ -25,7 +25,7 @@ OUTPUT, RESULT = "out.log", "result.json"  # in that folder: of the newest evalu
 
 
 class BackgroundEvaluation:
-    """Evaluates the newest weights from time to time, while others learn.
+    """Evaluates the newest weights at intervals, while training continues.
 
     An evaluation is a process: the same program in `--mode test`, with a copy of the weights and
     always the same seed. It has an actor's priority and one thread, and it ends with this process,
@@ -43,7 +43,7 @@ class BackgroundEvaluation:
         self._plan_next(step)
 
     def tick(self, learner):
-        """Start an evaluation if one is due; return the metrics of one that has ended, else Nones.
+        """Start an evaluation if one is due; return metrics of a finished one, else None for each.
 
         Args:
           learner: has model and stats, and the lock that guards them.
@@ -67,7 +67,7 @@ class BackgroundEvaluation:
         return metrics
 
     def close(self):
-        """End an evaluation that is under way; none starts after this."""
+        """End a running evaluation; no other starts after this."""
         if not self._flags.eval_interval:
             return
         self._next_step = math.inf

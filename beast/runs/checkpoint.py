@@ -41,7 +41,7 @@ def run_path(flags):
 
 
 def plain_name(name):
-    """Return the name of a weight without what torch.compile puts before those of a module."""
+    """Return the name of a weight without the prefix that torch.compile adds."""
     return name.replace("_orig_mod.", "")
 
 
@@ -73,7 +73,7 @@ def to_bytes(content, *path):
     """Return a checkpoint, or the part of one at `path`, as the io.BytesIO that `load` can read.
 
     Raises:
-      FlagError: it could never be loaded again; the message names the part.
+      FlagError: a part could not be loaded again; the message names it.
     """
     buffer = io.BytesIO()
     try:
@@ -99,7 +99,7 @@ def to_bytes(content, *path):
 
 
 def pack_weights(flags, model, step):
-    """Return a checkpoint that can be tested, not resumed; the weights are copies."""
+    """Return a checkpoint for --mode test, which cannot be resumed; the weights are copies."""
     weights, net = _describe_net(model)
     return {
         "model_state_dict": map_nest(
@@ -160,7 +160,7 @@ def load(flags, name=NEWEST):
 
 @contextlib.contextmanager
 def refusing(path):
-    """Within this, a checkpoint that causes an error is refused by a FlagError that names it."""
+    """Context manager that turns errors about a checkpoint into a FlagError that names it."""
     try:
         yield
     except FlagError:
@@ -215,7 +215,7 @@ def _describe(weight):
 def resume(flags, learner):
     """Restore a Learner from the run's checkpoint; return whether there is one.
 
-    The optimizer's flags, whether given now or saved then, hold from here on.
+    The optimizer uses the flags of this run, not the settings that the checkpoint holds.
     """
     checkpoint = load(flags)
     if checkpoint is not None:
@@ -244,7 +244,7 @@ def _restore(flags, learner, checkpoint):
 
 
 def _check_optimizer(learner, checkpoint, flags):
-    """Raise a FlagError where a checkpoint is of another optimizer, or of other ones."""
+    """Raise a FlagError if a checkpoint is of another optimizer, or of other optimizers."""
     name = learner.optimizer_name
     # Older ones do not name it.
     saved = checkpoint.get("optimizer", "one optimizer" if isinstance(name, dict) else name)
@@ -264,7 +264,7 @@ def _describe_optimizer(name, state):
 
 
 def check_types(saved, own, name=""):
-    """Raise a TypeError where a part of a nest has another type, or another shape, than ours."""
+    """Raise a TypeError if a part of a saved nest has another type or shape than ours."""
     kind = (int, float) if isinstance(own, float) else type(own)
     if isinstance(own, dict) and isinstance(saved, dict):
         for key in own.keys() & saved.keys():
@@ -279,7 +279,7 @@ def check_types(saved, own, name=""):
 
 
 def restore_optimizer(optimizer, scheduler, optimizer_state, scheduler_state):
-    """Load both states, and have the optimizer's settings of now hold from here on."""
+    """Load the states of optimizer and scheduler, but keep the optimizer's current settings."""
     check_types(optimizer_state["state"], optimizer.state_dict()["state"])
     check_types(scheduler_state, scheduler.state_dict())
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]

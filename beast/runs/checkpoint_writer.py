@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing checkpoints at intervals, the newest one and the best one; and batches that end a run."""
+"""Writing the newest and the best checkpoint at intervals, and batches that end a run."""
 
 import io
 import logging
@@ -17,12 +17,12 @@ LARGE_VALUE = 1e6  # beyond it, numbers of a batch are named
 
 
 class Writer:
-    """Writes the newest checkpoint of a run, and the best one where it is that, too.
+    """Writes the newest checkpoint of a run, and a copy of the best one.
 
-    Where that fails, as on a full disk, the checkpoint before stays, and so does the run.
+    If that fails, as on a full disk, the previous checkpoint stays and the run goes on.
 
     Attributes:
-      failure: why the last attempt to save failed, in words; else empty.
+      failure: message of the last attempt to save, if it failed; else empty.
     """
 
     def __init__(self, flags, learner):
@@ -44,17 +44,17 @@ class Writer:
         self._due = time.monotonic() + flags.checkpoint_interval_s
 
     def are_due(self, within):
-        """Return whether the interval will have passed in so many seconds."""
+        """Return whether a checkpoint is due in so many seconds."""
         return time.monotonic() + within > self._due
 
     def save(self, learner):
-        """Write what the learner is now; its lock is held while that is copied, not written.
+        """Write the learner's state; its lock is held during the copy, not during the write.
 
         With several `skipped_in_a_row` nothing is written, since the model may have diverged,
         though no skipped update has changed it (in ppo.py only by its finite minibatches).
 
         Raises:
-          FlagError: the checkpoint could not be loaded again; the one before stays.
+          FlagError: the checkpoint could not be loaded again; the previous one stays.
         """
         if self._flags.disable_checkpoint:
             return
@@ -98,16 +98,16 @@ class Writer:
 
 
 def _score(stats):
-    """Return what is larger for the better checkpoint: with fewer games, a mean says nothing."""
+    """Return a score, higher for better checkpoints; lowest before there are enough games."""
     return len(stats["game_returns"]), mean(stats["game_returns"])
 
 
 def save_bad_batch(folder, name, batch, update):
-    """Save a Batch and the metrics of its update; return where it is, or why it is nowhere.
+    """Save a Batch and the metrics of its update; return its path, or why it was not saved.
 
     Args:
       folder: of the run.
-      name: of the learner, where it is not the one that has the folder; else empty.
+      name: of the learner, if it is not the one that writes the folder; else empty.
     """
     path = folder / (f"bad_batch.{name}.tar" if name else "bad_batch.tar")
     content = io.BytesIO()
@@ -122,7 +122,7 @@ def save_bad_batch(folder, name, batch, update):
 
 
 def describe_bad_batch(batch):
-    """Say which rows and outputs of a Batch have numbers that are not finite, or are very large."""
+    """Return which rows and outputs of a Batch are not finite or very large, as text."""
     names = set()
     for name, nest in batch.cpu_rows.items():
         map_nest(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which program of which commit a run is of."""
+"""Program and commit of a run."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ import sys
 
 
 def run_git(*arguments):
-    """Return what git says of this repository; None where it is none."""
+    """Return git's output for this folder; None if it is no repository."""
     try:
         return subprocess.run(
             ["git", "-C", pathlib.Path(__file__).parent, *arguments],
@@ -25,7 +25,7 @@ def run_git(*arguments):
 
 
 def compare_code(path):
-    """Log where the program of a run, as its meta.json has it, is not the one that runs here."""
+    """Warn if a run's meta.json names another commit or program than this one."""
     try:
         meta = json.loads((path / "meta.json").read_text())
         theirs = _name_code(meta["command"], meta["git"])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What plot.py draws: the logs of runs, and the curves that are made of them. No torch here.
+"""Reads logs of runs and makes curves of them for plot.py. No torch here.
 
-Runs that differ in nothing but the seed are one curve: the mean of the runs, in a band from the
+Runs that differ only in the seed are one curve: the mean of the runs, in a band from the
 lowest to the highest of them, as far as all of them go. Equal labels make one curve of any runs.
 """
 
@@ -34,7 +34,7 @@ NOT_SETTINGS = {  # flags in which the runs of one curve may differ
 
 
 class PlotError(ValueError):
-    """What is given cannot be drawn; the message says what to change."""
+    """The runs cannot be drawn; the message says what to change."""
 
 
 class Run(NamedTuple):
@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
     @property
     def settings(self):
-        """The flags that runs of one curve share. A switch that is off may be missing as well."""
+        """Flags that runs of one curve share. An absent switch counts as off."""
         flags = self.meta.get("flags", {}).items()
         # Not `in (None, False)`: 0 is False to that, and is a value.
         settings = {
@@ -60,7 +60,7 @@ class Run(NamedTuple):
 
     @property
     def commits(self):
-        """The commits that it was started and resumed with, marked where files had been changed."""
+        """Commits that the run was started and resumed with; + marks uncommitted changes."""
         git = [meta.get("git", {}) for meta in [*self.meta.get("earlier", []), self.meta]]
         git = [g for g in git if g.get("commit")]
         marked = [g["commit"][:7] + " + changes" * bool(g.get("changed")) for g in git]
@@ -68,7 +68,7 @@ class Run(NamedTuple):
 
 
 def read_run(argument, notes):
-    """Read a run as the command line names it, [LABEL=]PATH; append to `notes` what it lacks."""
+    """Read a run given as [LABEL=]PATH; append warnings about it to `notes`."""
     label, path = "", pathlib.Path(argument)
     if "=" in argument and not path.exists():
         label, _, path = argument.partition("=")
@@ -141,7 +141,7 @@ def read_log(path, notes):
 
 
 def hours_of_running(times):
-    """Return the hours since the first row, without those in which the run was stopped."""
+    """Return hours of training since the first row; times when the run was stopped are left out."""
     seconds = np.diff(times)
     # Between two rows there are seconds, or a little more with a slow net.
     running = (seconds > 0) & (seconds < max(60, 10 * np.median(seconds)))
@@ -171,9 +171,9 @@ def group(runs):
 
 
 def make_curve(runs, name, x_name):
-    """Return mean, lowest and highest of some runs, as far as all go; None where one has nothing.
+    """Return mean, lowest and highest of runs up to the shortest; None if one has no values.
 
-    They stand at POINTS values of x, evenly from `start` to `end`.
+    They are interpolated at POINTS values of x, evenly from `start` to `end`.
     """
     rows = []
     for run in runs:
@@ -200,7 +200,7 @@ def short(values):
 
 
 def default_x_names(runs):
-    """Return the x axes that say most: frames where a step has several, minutes for short runs."""
+    """Return default x axes: frames if a step has several, minutes if runs are short."""
     names = ["steps"]
     if any(run.columns["frames"][-1] != run.columns["steps"][-1] for run in runs):
         names.append("frames")
@@ -208,7 +208,7 @@ def default_x_names(runs):
 
 
 def collect(groups, metrics, common, x_names):
-    """Return what to draw, as a dict.
+    """Return axes, panels and curves to draw, as a dict.
 
     Args:
       groups: dict from the labels of curves to their runs.

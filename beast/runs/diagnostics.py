@@ -7,7 +7,7 @@ moments among them. `Diagnostics` watches the metrics of each tick and says what
 enters a loss, and a `compute_loss` that leaves them out loses nothing else.
 
     clipped_rhos           share of the transitions whose importance weight rho exceeds 1, where
-                           V-trace clips it; of two policies that are close, about a half
+                           V-trace clips it; about a half for similar policies
     effective_sample_size  (sum of rhos)^2 / sum of rhos^2, as a share of the transitions (Kish
                            1965): 1 on-policy, toward 0 where a few of them weigh for all
     log_rho_mean           mean and standard deviation of log rho, in nats; 0 on-policy
@@ -21,7 +21,7 @@ enters a loss, and a `compute_loss` that leaves them out loses nothing else.
                            rewards would hide all others in a plot
     clipped_updates        share of a tick's updates whose gradient was clipped (from `learn`)
 
-Shapes: T unroll length, B batch size, A actions. Transitions where the mask is false are none.
+Shapes: T unroll length, B batch size, A actions. Masked-out transitions are ignored.
 """
 
 import logging
@@ -56,7 +56,7 @@ WARM_UP = 1000
 
 
 class Check(NamedTuple):
-    """A metric that is off beyond `limit`; the nearer to `worst`, the worse."""
+    """A metric that is abnormal beyond `limit`; its severity grows toward `worst`."""
 
     name: str
     label: str  # on the screen
@@ -65,7 +65,7 @@ class Check(NamedTuple):
     advice: str
 
     def severity(self, value):
-        """Return 0 at the limit, 1 at the worst; below 0: nothing is off."""
+        """Return 0 at the limit, 1 at the worst; negative values are normal."""
         return (value - self.limit) / (self.worst - self.limit)
 
 
@@ -150,16 +150,16 @@ def from_logits(behavior_policy_logits, target_policy_logits, targets, values, m
 
 @torch.no_grad()
 def from_importance_weights(log_rhos, vs, values, mask, kl=None, entropy_share=None):
-    """Return the moments of a batch that its metrics are made of, as a dict of one tensor.
+    """Return the moments from which a batch's metrics are computed, as a dict of one tensor.
 
-    They are finite whatever the batch holds: whether an update is finite is for its loss to say.
-    `to_floats` makes metrics of them, and of those of several learners.
+    They are always finite; the loss shows whether an update is finite.
+    `to_floats` turns them, or those of several learners, into metrics.
 
     Args:
       log_rhos: [T, B, ...], log(target / behavior) of the action taken.
       vs: [T, B, ...], the targets of the baseline.
       values: [T, B, ...], the baseline.
-      mask: [T, B, ...] booleans, false where a transition is none.
+      mask: [T, B, ...] booleans; transitions where it is false are ignored.
       kl: [T, B, ...], divergences from behavior to target policy; without them they are estimated
         from the actions taken, as the mean of rho - 1 - log rho, which has the same expectation.
       entropy_share: [T, B, ...], entropies as shares of the largest one; without them the metric is
@@ -263,9 +263,9 @@ def to_floats(metrics):
 
 
 def mean_floats(dicts):
-    """Return the mean of each metric over dicts that all have it, as `to_floats` takes them.
+    """Return the mean of each metric over dicts with the same keys, as `to_floats` takes them.
 
-    Moments are those of the transitions of all.
+    Moments are pooled over all transitions.
     """
     to_floats(dicts[0])  # refuses what is not one number
     means = {}
@@ -300,9 +300,9 @@ def show(value):
 
 
 class Diagnostics:
-    """Watches the metrics of each tick, and says in words what is off.
+    """Checks the metrics of each tick and logs advice about abnormal ones.
 
-    What is off is logged once, when it has been so for PATIENCE ticks, and again when it is back
+    An abnormal metric is logged once, after PATIENCE ticks, and again when it is back
     within its limit; in between, its name and value are on the status line, which says at first
     that there were no WARM_UP updates yet.
     """
@@ -314,7 +314,7 @@ class Diagnostics:
         self._text = f"after {WARM_UP:,} updates"
 
     def text(self, metrics, num_updates):
-        """Return a few characters for the status line, and log what has come or gone.
+        """Return a short text for the status line; log metrics that became abnormal or normal.
 
         Args:
           metrics: of the tick, numbers by name, or None; those that are missing are not checked.

@@ -137,8 +137,8 @@ def test(flags, create_env, net_class, describe=None):
 def play(environments, model, num_games):
     """Yield (return, agent steps) of `num_games` whole games, in the order in which they end.
 
-    These are the first games that begin, and each is played to its end. The first games that end
-    would not do: among games that are played side by side, those are the short ones.
+    Scores use the first games started, each played to its end. The first games that end
+    would over-represent short games.
     """
     row = environments.initial()
     agent_state = model.initial_state(environments.num_envs)
@@ -157,7 +157,7 @@ def play(environments, model, num_games):
 
 
 def summarize(returns, steps, game=None):
-    """Return the result of some games as a dict that JSON can hold.
+    """Return statistics of games as a dict for JSON.
 
     Args:
       returns, steps: of each game; steps are the agent's.
@@ -165,8 +165,8 @@ def summarize(returns, steps, game=None):
 
     Returns:
       returns, steps; mean; ci95, half the width of the 95 % confidence interval of the mean, and
-      stdev, the standard deviation of the returns, both None for a single game; and
-      human_normalized, None where it is not known.
+      stdev, the standard deviation of the returns (both None for a single game); and
+      human_normalized, None if there are no human scores for the game.
     """
     n, mean = len(returns), statistics.fmean(returns)
     stdev = statistics.stdev(returns) if n > 1 else None
@@ -181,7 +181,7 @@ def summarize(returns, steps, game=None):
 
 
 def describe_result(result):
-    """Return a result as one line, with as many decimals as its confidence interval is worth.
+    """Return a result as one line, rounded to the precision of its confidence interval.
 
     Half the width of the interval gets two significant digits; the other numbers get as many
     decimals as that.
@@ -209,13 +209,13 @@ def t_quantile(num_degrees):
 
 
 def game_name(env):
-    """Return ale-py's name of the game that an environment plays; None where it is no such game."""
+    """Return ale-py's name of an environment's game; None if it is not one of ale-py's."""
     spec = getattr(getattr(env, "unwrapped", None), "spec", None)
     return spec.kwargs.get("game") if is_spec_of_game(spec) else None
 
 
 def describe_protocol(environments, flags):
-    """Return in one line how games are played, as far as the environments say it."""
+    """Return one line that describes the evaluation protocol."""
     env = environments.envs[0]
     parts = ["whole games", "raw rewards", "greedy" if flags.greedy else "sampling"]
     parts.append(f"{environments.num_actions} actions")
@@ -238,7 +238,7 @@ def describe_protocol(environments, flags):
 
 
 def check_rendering(create_env, flags):
-    """Refuse environments that cannot be shown as `flags.render_mode` says, before any is played.
+    """Refuse environments that cannot be rendered in `flags.render_mode`, before any is played.
 
     Raises:
       FlagError: there is no screen, or what `render` returns makes no video.

@@ -60,7 +60,7 @@ class WaitFractions:
 
 
 class CPUEnergy:
-    """Joules that all CPU packages have taken since it was made, other programs included, by RAPL.
+    """Joules used by all CPU packages since its creation, by RAPL, other programs included.
 
     Read it once a minute or more often: a counter must not wrap twice in between.
     """
@@ -78,11 +78,11 @@ class CPUEnergy:
         self._counters = list(zip(packages, spans, strict=True))
 
     def metrics(self):
-        """Return {"cpu_joules": joules}; nothing where they are not known, or not any more."""
+        """Return {"cpu_joules": joules}; {} if the counter cannot be read."""
         try:
             now = [_joules(package / "energy_uj") for package, _ in self._counters]
         except (OSError, ValueError) as error:  # which must not end a run
-            logging.warning("The energy of the CPU is not known any more: %s", error)
+            logging.warning("Cannot read the energy counter of the CPU any more: %s", error)
             self._counters = []
         if not self._counters:
             return {}

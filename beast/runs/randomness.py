@@ -19,9 +19,9 @@ def seed_generators(seed):
 
 
 def make_deterministic(flags):
-    """With --deterministic, have PyTorch compute the same from the same.
+    """With --deterministic, have PyTorch use deterministic algorithms.
 
-    What cannot raises RuntimeError from here on.
+    Operations that have none raise RuntimeError from here on.
 
     Raises:
       FlagError: --eval_interval is given, too.
@@ -38,7 +38,7 @@ def make_deterministic(flags):
 
 
 def random_states():
-    """Return the states of all generators of this process, made of what weights_only loads."""
+    """Return the states of all generators of this process, of types that weights_only loads."""
     numpy_state = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),

@@ -35,8 +35,8 @@ class Run:
     """A training run; use as a context manager, in which the checkpoint, if any, is resumed.
 
     Args:
-      flags: of the program. Where it has them, num_learner_threads, deterministic, episodic_life
-        and frames_per_step count, too.
+      flags: of the program. If present, num_learner_threads, deterministic, episodic_life
+        and frames_per_step are used, too.
       learner: a Learner, which this restores, logs and saves.
       max_skipped: updates in a row that are not finite, after which the run ends; None: any number.
 
@@ -142,10 +142,10 @@ class Run:
             raise FlagError(failure)
 
     def _take_folder(self, at_end=False):
-        """Go on with the run's folder where that is this learner's, but was another one's.
+        """Take over the run's folder from another learner, if it is now this learner's.
 
         Args:
-          at_end: whether all learners end at once; then the one with newer weights takes it.
+          at_end: whether all learners are ending; then the one with the newest weights takes it.
         """
         if self._folder.checkpoints or self._group.by_torchrun:
             return
@@ -238,11 +238,11 @@ class Run:
         """Log and save from time to time, until `stop` is set.
 
         Args:
-          system: actors, streams or whatever plays, or None; what is logged of it:
+          system: actors, streams or the like, or None; it must have these methods:
             waits(): seconds since the start for which it waited, by name
             metrics(): numbers by name
             texts(metrics): a few characters for the status line, by name
-            silences(): as a Watchdog wants them
+            silences(): as for a Watchdog
             pids(): of its processes.
         """
         self._system = system
@@ -303,7 +303,7 @@ class Run:
         return rate, " | ".join([*parts, f"left {left}"])
 
     def _skip(self, update, batch):
-        """Count an update that was skipped, and say where its batch comes from."""
+        """Count a skipped update, and log the sources of its batch."""
         stats, most = self._learner.stats, self._max_skipped
         stats["skipped_updates"] += 1
         stats["skipped_in_a_row"] += 1

@@ -85,7 +85,7 @@ class RunFolder:
         self._redirect.__enter__()
 
     def start(self, learner):
-        """Open logs.csv and the event file; what they hold beyond the learner's step is dropped."""
+        """Open logs.csv and the event file; drop rows beyond the learner's step."""
         step = learner.step
         try:
             self._csv = CSVFile(self.path / "logs.csv", step)
@@ -164,7 +164,7 @@ class RunFolder:
             self._meta["earlier"] = earlier
 
     def _write_out(self, level, message, error=None):
-        """Write to out.log alone what the screen shows in another way."""
+        """Write a message to out.log only."""
         self._out.handle(logging.LogRecord("", level, __file__, 0, message, (), error))
 
     def _write_meta(self):
@@ -175,7 +175,7 @@ class RunFolder:
 class LearnerLog:
     """The log of a learner while another one of its policy has the run's folder.
 
-    It stands there, too: `out.rank1.log`, say. No checkpoint is written, nothing is evaluated.
+    It is in the same folder, such as `out.rank1.log`. No checkpoints, no evaluations.
     """
 
     checkpoints = evaluations = None
@@ -215,7 +215,7 @@ def _link_latest(path):
 
 
 def resume_command(flags):
-    """Return the command by which a run goes on: this one, and the name of the run."""
+    """Return the command that resumes a run."""
     command = [*sys.argv]
     if f"--xpid {flags.xpid}" not in " ".join(command).replace("--xpid=", "--xpid "):
         command += ["--xpid", flags.xpid]

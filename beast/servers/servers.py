@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environment servers as a learner needs them: it starts some, or finds those that run already.
+"""A learner's environment servers: it starts local ones, or connects to running ones.
 
 The processes that serve are in server_processes.py. PolyBeast's only. No torch here.
 """
@@ -81,7 +81,7 @@ class Servers:
         return [] if self._local is None else [self._local.process.pid]
 
     def check(self):
-        """Restart local servers that were killed. Raise EnvError where they ended by themselves."""
+        """Restart local servers that were killed. Raise EnvError if they ended by themselves."""
         if self._local is not None and not self._local.check():
             raise EnvError("the environment servers have ended: see above")
 
@@ -146,7 +146,7 @@ def _check_flags(flags):
 
 
 def own_addresses(flags):
-    """Return where the servers of this learner run already: of W learners, every W-th address."""
+    """Return the addresses of this learner's running servers: every W-th, with W learners."""
     addresses = expand_addresses(flags.server_addresses)
     if len(addresses) < flags.num_learners:
         raise ValueError(
@@ -157,7 +157,7 @@ def own_addresses(flags):
 
 
 def local_addresses(flags, folder):
-    """Return where the learner starts servers: by default in `folder`."""
+    """Return addresses for local servers: by default sockets in `folder`."""
     address = flags.pipes_basename or f"unix:{folder}/server"
     addresses = consecutive_addresses(address, flags.num_servers)
     if not is_local(address):
@@ -214,7 +214,7 @@ class LocalServers:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def check(self):
-        """Restart them if they were killed; return False if they have ended by themselves."""
+        """Restart the servers if they were killed; return False if they ended by themselves."""
         status = self.process.poll()
         if status is not None and status < 0:
             how = signal.Signals(-status).name
@@ -234,14 +234,14 @@ class LocalServers:
 
 
 def query_servers(addresses, num_envs, local=None, credentials=None):
-    """Wait for servers to say what their environments are; return a handshake as a dict.
+    """Wait for the servers' handshakes; return one as a dict.
 
     All are asked at the same time, again and again. Of the answers within MAJORITY_TIMEOUT of the
     first, the most frequent one is returned; of equally frequent ones, that of the server that is
     listed first.
 
     Args:
-      num_envs: environments that each makes in order to answer; None: as many as it likes.
+      num_envs: environments that each server creates to answer; None: its default.
       local: LocalServers, which are not waited for once they have ended.
       credentials: keyword arguments of libtorchbeast.query_server.
 
@@ -295,7 +295,7 @@ def check_handshake(handshake):
 
 
 def _collect(answers, addresses, local):
-    """Return the latest answers by address; log what the others are waiting for."""
+    """Return the latest answers by address; log which servers have not answered."""
     latest, start, deadline = {}, time.monotonic(), None
     first_line = None if local else start + FIRST_LINE
     while deadline is None or time.monotonic() < deadline:

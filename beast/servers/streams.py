@@ -82,7 +82,7 @@ class Streams:
         self._pool.run()
 
     def log_events(self):
-        """Log what happens to servers: a thread."""
+        """Log events of servers: a thread."""
         throttle = Throttle()
         for event in iter(self._pool.next_event, None):
             # Tracebacks of environments that fail for days would fill the disk.
@@ -111,7 +111,7 @@ class Streams:
             self._batch_sizes.append(num_rows)
 
     def waits(self):
-        """Return the mean seconds since the start for which a stream waited, by for what."""
+        """Return mean seconds that a stream has waited since the start, by what it waited for."""
         seconds = self._pool.waits()
         return {f"actor_wait_{name}": s / self._num_streams for name, s in seconds.items()}
 
@@ -133,7 +133,7 @@ class Streams:
         }
 
     def silences(self):
-        """Return how long streams have waited, as a Watchdog wants it; the learner may be slow."""
+        """Return how long streams have waited, for a Watchdog."""
         return [
             (f"stream {i}", f"waits for {what} (server {address})", seconds, None)
             for i, (address, (what, seconds)) in enumerate(
