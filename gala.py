@@ -125,7 +125,7 @@ def create_env(flags):
 class Net(nn.Module):
     """Policy and baseline: convolutions for images, two perceptrons for all else, as a vector.
 
-    With one perceptron for both, the baseline's large errors shape it, and CartPole stays at 67.
+    With a shared perceptron, the baseline's large errors dominate, and CartPole stays at 67.
     """
 
     def __init__(self, observation_space, num_actions):
@@ -310,7 +310,7 @@ def gossip(flags, link, mailboxes, model, message, misses):
 
 
 def learn_alone(flags, link, sample_rows, make_net, memory, port):
-    """Play and learn, send weights, mix what has come: an agent process.
+    """Play and learn, send weights, average with received ones: an agent process.
 
     Args:
       link: an AgentLink.

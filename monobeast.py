@@ -112,7 +112,7 @@ class AtariNet(nn.Module):
         super().__init__()
         self.image = nets.find_image(observation_space)
         if self.image is None:
-            raise ValueError("frames are no image of np.uint8: convert them in create_env")
+            raise ValueError("frames are not images of np.uint8: convert them in create_env")
         self.num_actions = num_actions
         self.conv = nn.Sequential(
             nets.CenteredConv2d(self.image.channels, 32, kernel_size=8, stride=4),
@@ -163,7 +163,7 @@ class AtariNet(nn.Module):
             return self.core(x.float(), inputs, agent_state)
 
     def core(self, x, inputs, agent_state):
-        """Answer as `forward` does, from the features x [T * B, hidden] of the frames."""
+        """Compute the result of `forward` from features x [T * B, hidden] of the frames."""
         T, B = inputs["reward"].shape
         last_action = F.one_hot(inputs["last_action"].flatten(), self.num_actions).float()
         reward = inputs["reward"].clamp(-1, 1).view(T * B, 1)

@@ -100,7 +100,7 @@ ENV_SCRIPT = os.path.join(os.path.dirname(__file__), "polybeast_env.py")  # of l
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions beside the identity; at first only the identity, as conv2 begins at 0."""
+    """Residual block of two convolutions; initially the identity, since conv2 starts at 0."""
 
     def __init__(self, num_features):
         super().__init__()
@@ -148,7 +148,7 @@ class AtariNet(nn.Module):
         super().__init__()
         self.image = nets.find_image(observation_space)
         if self.image is None:
-            raise ValueError("frames are no image of np.uint8: convert them in create_env")
+            raise ValueError("frames are not images of np.uint8: convert them in create_env")
         self.num_actions = num_actions
         trunk = deep_trunk if model == "deep" else shallow_trunk
         self.conv = trunk(self.image.channels)
@@ -195,7 +195,7 @@ class AtariNet(nn.Module):
             return self.core(x.float(), inputs, agent_state)
 
     def core(self, x, inputs, agent_state):
-        """Answer as `forward` does, from the features x [T * B, hidden] of the frames."""
+        """Compute the result of `forward` from features x [T * B, hidden] of the frames."""
         T, B = inputs["reward"].shape
         last_action = F.one_hot(inputs["last_action"].flatten(), self.num_actions).float()
         reward = inputs["reward"].clamp(-1, 1).view(T * B, 1)
@@ -350,7 +350,7 @@ def learn(flags, model, batch, initial_agent_state, optimizer, group=learner_gro
 def inference(flags, learner, device, streams, run):
     """Answer batches of rows, [1, columns, ...], until the batcher is closed: a thread.
 
-    The version of the weights goes along with each answer, and so into the rollout.
+    Each answer includes the version of the weights, which the rollout stores.
     """
     torch.set_num_threads(1)
     with learner.lock:

@@ -278,7 +278,7 @@ def compute_loss(flags, model, batch, initial_agent_state):
     """Return the loss of a minibatch ([T, N, ...] each), a mean over its transitions.
 
     Args:
-      batch: of `compute_targets`, or a part of it.
+      batch: from `compute_targets`, or a part of it.
     """
     with devices.autocast(flags, batch["vs"].device):
         outputs, _ = devices.to_float32(model(batch, initial_agent_state))
@@ -421,7 +421,7 @@ def learn(flags, model, rows, agent_states, optimizer):
 
 
 def play_and_learn(flags, learner, groups, sample_rows, run):
-    """Play and learn by turns, until all steps are made or the groups are woken: a thread."""
+    """Alternate playing and learning until all steps are made or the groups wake: a thread."""
     devices.use_threads(learner.num_threads, learner.device)
     for batch in run.follow(collect(flags, learner.model, groups, sample_rows)):
         with learner.lock:

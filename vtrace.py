@@ -91,10 +91,10 @@ def from_importance_weights(
         decides whose value function is learned; None for no ceiling.
       clip_pg_rho_threshold: the same for the weights of the policy gradient.
       mask: [T, B, ...] booleans, or None for all true. False where the transition out of row t is
-        none, since row t holds the last observation of an episode and row t + 1 the first of the
+        to be ignored: row t holds the last observation of an episode and row t + 1 the first of the
         next one. Temporal difference and trace are 0 there: vs equals values, and the transition
         into row t bootstraps from that value, the one of the true last observation. The advantage
-        there is 0. Nothing that stands behind a masked place, NaN included, is felt before it.
+        there is 0. Values after a masked place, NaN included, do not affect those before it.
       lambda_: factor of the traces (remark 2 there), from 0, for targets of one step, to 1.
         On-policy, with log_rhos of 0, vs is the lambda-return, and vs - values the advantage of
         GAE(lambda) (Schulman et al. 2016).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may use a server: processes of its machine, and those with a certificate or a token."""
+"""Access to a server: for processes of its machine, or with a certificate or a token."""
 
 import collections
 import hmac
@@ -12,9 +12,9 @@ LOG_INTERVAL = 10  # seconds between two lines about strangers, who could fill t
 
 
 def printable(text):
-    """Return text of a peer (a str or UTF-8) as a log may show it.
+    """Return text of a peer (a str or UTF-8), escaped for a log.
 
-    What could move a terminal's cursor is escaped, and no line but the first begins like a log's.
+    Control characters are escaped, and no line but the first can look like a log line.
     """
     text = text if isinstance(text, str) else text.decode(errors="replace")
     lines = [
@@ -26,7 +26,7 @@ def printable(text):
 
 
 def is_local(address):
-    """Return whether only this machine can connect: a unix socket, or loopback.
+    """Return whether an address is local: a unix socket, or loopback.
 
     Of host names, only localhost counts as local.
     """
@@ -70,7 +70,7 @@ def check_credentials(tls, auth_token):
 
 
 class TokenCheck:
-    """Compares tokens, and logs refused streams, but not each of them."""
+    """Compares tokens, and logs refused streams at a limited rate."""
 
     def __init__(self, auth_token):
         self._auth_token = auth_token
@@ -94,7 +94,7 @@ class TokenCheck:
 
 
 class Throttle:
-    """Counts events that strangers can cause, of which the log must not have each."""
+    """Counts events that strangers can cause, to limit how often they are logged."""
 
     def __init__(self):
         self._num_events = 0  # since the last log line; threads may miscount a little
@@ -111,7 +111,7 @@ class Throttle:
 
 
 class PeerLog:
-    """Logs what peers can cause: each kind of it at most once in LOG_INTERVAL."""
+    """Logs events caused by peers, each kind at most once in LOG_INTERVAL."""
 
     def __init__(self):
         self._throttles = collections.defaultdict(Throttle)

@@ -232,7 +232,7 @@ class Server:
                 self._condition.notify_all()
 
     def _take_slot(self, num_envs, context):
-        """Return a stream's entry of busy_since; end the stream where the server is full."""
+        """Return a stream's index in busy_since; end the stream if the server is full."""
         with self._condition:
             if not self._free_slots:
                 problem = f"serves {MAX_STREAMS} streams already, and no more at once"
@@ -246,10 +246,10 @@ class Server:
 
 
 class _Threads(futures.Executor):
-    """Runs each call in a thread of its own, which need not end before the process may.
+    """Runs each call in a daemon thread of its own.
 
     Args:
-      on_failure: called with the error where no thread can be started. Raised here, it would end
+      on_failure: called with the error if no thread can be started. Raised here, it would end
         gRPC's own thread, and with it all streams, unseen.
     """
 
@@ -274,9 +274,9 @@ class _Threads(futures.Executor):
 
 
 def _bind(server, address, is_safe, tls):
-    """Have the gRPC server listen on `address`; return it, with the port in place of port 0.
+    """Make the gRPC server listen on `address`; return it, with the actual port for port 0.
 
-    A socket's file that a killed server has left does not matter.
+    The socket file of a killed server is replaced.
     """
     unix = re.fullmatch(r"unix:(?://)?(.+)", address)
     tcp = re.fullmatch(r"(?:\[(.+)\]|([^:\[\]]+)):(\d{1,5})", address)
@@ -304,7 +304,7 @@ def _bind(server, address, is_safe, tls):
 
 
 def _unix_problem(path):
-    """Return why one cannot listen at a path; None where one can. Removes a dead server's socket.
+    """Return why a path cannot be listened on, or None. Removes a dead server's socket.
 
     gRPC would take the file away from another server, which would not even notice.
     """
@@ -325,7 +325,7 @@ def _unix_problem(path):
 
 
 def _tcp_problem(host, port):
-    """Return why one cannot listen at a port; None where one can at an address of the host."""
+    """Return why a port cannot be listened on; None if one address of the host works."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages of rpcenv.proto from and to nests of NumPy arrays: the server's side.
 
-All that comes from a client is checked; ValueError says what is wrong with it.
+Everything received from a client is checked; a ValueError says what is wrong.
 """
 
 import functools
@@ -28,7 +28,7 @@ _HANDSHAKE, _OBSERVATION, _IS_FULL, _FULL, _LAST_ACTION_ARRAY = 1, 2, 13, 14, 16
 
 
 class StreamOptions(NamedTuple):
-    """What a learner asks of a stream, in its metadata."""
+    """Options of a stream, which the learner sends as metadata."""
 
     num_envs: int | None  # N; None: as the server likes
     seed: list[int] | None
@@ -90,7 +90,7 @@ def decode_actions(request, num_envs, likeness):
 
 
 class ActionDecoder:
-    """Decodes a stream's Actions as decode_actions does; one that is like the last one is fast."""
+    """Decodes a stream's Actions as decode_actions does; faster if they keep their layout."""
 
     def __init__(self, num_envs, likeness):
         self._num_envs, self._likeness = num_envs, likeness
@@ -152,7 +152,7 @@ def _decode_array(array, num_envs):
 class RowEncoder:
     """Serializes rows as Steps.
 
-    By hand, as the protobuf classes would copy each array three times. A message is its fields one
+    Written by hand: the protobuf classes copy each array three times. A message is its fields one
     after the other, so that each array goes straight from where it lies to its place.
     """
 
@@ -209,7 +209,7 @@ class RowEncoder:
 
 
 class _Stacks:
-    """Splits stacks of K frames into what is new in them and what was in the row before.
+    """Splits stacks of K frames into the newest frames and those of the row before.
 
     Args:
       stacks: the first of them, [N, K * C, ...].
@@ -260,7 +260,7 @@ def _append_nest(number, nest, parts):
 
 @functools.lru_cache(1024)
 def _head(number, num_bytes):
-    """Return what stands before so many bytes of a field: its number, wire type 2, the length."""
+    """Return the header of a field of so many bytes: its number, wire type 2, the length."""
     head = bytearray()
     for value in (number << 3 | 2, num_bytes):
         while value > 127:
@@ -272,7 +272,7 @@ def _head(number, num_bytes):
 
 @functools.lru_cache(1024)
 def _array_head(number, dtype, shape):
-    """Return what stands before the data of a field that is an Array."""
+    """Return the header of a field that is an Array."""
     if dtype not in _DTYPES:
         raise TypeError(f"an array of {dtype} cannot be sent; only numbers and bools can")
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -283,6 +283,6 @@ def _array_head(number, dtype, shape):
 
 @functools.lru_cache(1024)
 def _leaf_head(number, dtype, shape):
-    """Return what stands before the data of a field that is a Nest of one array."""
+    """Return the header of a field that is a Nest of one array."""
     head = _array_head(1, dtype, shape)
     return _head(number, len(head) + math.prod(shape) * dtype.itemsize) + head

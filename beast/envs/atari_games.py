@@ -30,7 +30,7 @@ def find_spec(env_id):
     """Return Gymnasium's spec of an id that is a game of ale-py.
 
     Raises:
-      FlagError: it is not, or what it is registered with cannot be done; the message says what
+      FlagError: it is not, or its registration is not supported; the message says what
         to do instead.
     """
     _register()
@@ -69,7 +69,7 @@ def check_sticky_actions(sticky_actions):
 
 
 def waits_for_fire(ale):
-    """Return whether the game waits for FIRE, judged by the actions that it uses.
+    """Return whether the game waits for FIRE, by the actions that it uses.
 
     The set of all 18 actions always has a FIRE.
     """
@@ -139,7 +139,7 @@ SCORES = {  # of a random player, of a human; by ale-py's names of the games
 
 
 def human_normalized(game, score):
-    """Return a score such that 0 is a random player's and 1 a human's; None for other games."""
+    """Return the human-normalized score: 0 random, 1 human; None for other games."""
     if game not in SCORES:
         return None
     random, human = SCORES[game]

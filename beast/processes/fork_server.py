@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fork server, from which actor processes are started: it has no threads, and imports once.
+"""The fork server, which starts actor processes: it has no threads and imports once.
 
 No torch here; the server itself imports it for all actors.
 """
@@ -24,7 +24,7 @@ _running = weakref.WeakSet()  # processes that were started, and not ended yet
 
 
 def start_fork_server():
-    """Return the multiprocessing context in which actors are started."""
+    """Start the fork server; return its multiprocessing context."""
     context = multiprocessing.get_context("forkserver")
     modules = ["__main__", "torch", "gymnasium", "ale_py"]
     modules += ["cv2"] if "cv2" in sys.modules else []  # a sample environment has imported it
@@ -39,7 +39,7 @@ def start_fork_server():
 
 
 def _make_socket_folder():
-    """Return multiprocessing's folder for sockets of this process and its children, now made."""
+    """Create and return multiprocessing's folder for sockets of this process and its children."""
     before, tempfile.tempdir = tempfile.gettempdir(), socket_folder()
     try:
         return multiprocessing.util.get_temp_dir()
@@ -72,7 +72,7 @@ def start_process(process, name):
 
 @contextlib.contextmanager
 def all_cores():
-    """Let this thread, which may be pinned (Learner.use_threads), have those of the main thread."""
+    """Give this thread, which may be pinned (devices.use_threads), the main thread's cores."""
     own, cores = os.sched_getaffinity(0), os.sched_getaffinity(os.getpid())
     if own == cores:
         yield
@@ -87,7 +87,7 @@ def all_cores():
 
 
 def kill_fork_server():
-    """Wake whoever waits for the fork server, which may be stopped; there will be another one."""
+    """Kill the fork server, which may be stopped, to wake callers; a new one starts on demand."""
     pid = multiprocessing.forkserver._forkserver._forkserver_pid
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
@@ -95,9 +95,9 @@ def kill_fork_server():
 
 
 def end_process(process, patience):
-    """Kill a process of the fork server unless it ends by itself in so many seconds.
+    """Kill a process of the fork server unless it ends within so many seconds.
 
-    What its environments have started is killed in any case.
+    Processes that its environments started are killed in any case.
     """
     if process not in _running:  # its id may be that of another one by now
         return
@@ -117,7 +117,7 @@ def end_process(process, patience):
 
 @functools.cache  # keeps the process, and with it the pipe
 def _remove_after_death(folder):
-    """Have a folder, here that of the fork server's socket, removed even if we are killed."""
+    """Have a folder, such as that of the fork server's socket, removed even after SIGKILL."""
     return subprocess.Popen(
         ["sh", "-c", 'read _; rm -rf "$0"', folder], stdin=subprocess.PIPE, process_group=0
     )

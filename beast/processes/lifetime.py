@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How processes and threads start, and what ends them, with their parent or each other.
+"""Starting and ending of processes and threads: signals, parents, process groups.
 
 No torch here.
 """
@@ -36,15 +36,15 @@ def start_logging():
 class StopSignals:
     """Catches STOP_SIGNALS; one that comes more than a second later ends the process at once.
 
-    Within the second it is the same one again: make and timeout send it to the process and to its
+    Within that second it is a duplicate: make and timeout send it to the process and to its
     group.
 
     Args:
-      announce: called with the name of the first one, in a thread, since the main one may be
+      announce: called with the name of the first one, in a thread, since the main thread may be
         holding the very locks that this needs.
 
     Attributes:
-      first: the first one that came, or None.
+      first: the first signal caught, or None.
     """
 
     def __init__(self, announce):
@@ -71,7 +71,7 @@ class Threads:
     """Starts threads; at the end of its `with` block wakes and joins them, and raises their error.
 
     Args:
-      stop: threading.Event, set when a thread ends or raises: whoever waits for it leaves the
+      stop: threading.Event, set when a thread ends or raises; code that waits for it leaves the
         block.
       on_exit: functions that wake the threads, called when the block is left.
     """
@@ -111,11 +111,11 @@ class Threads:
         if self._errors and error is None:
             raise self._errors[0]
         if self._errors:
-            logging.error("A thread failed, too", exc_info=self._errors[0])
+            logging.error("Another thread failed, too", exc_info=self._errors[0])
 
 
 def exit_on_signals():
-    """Have SIGINT and SIGTERM raise SystemExit in the main thread, with the status of a shell."""
+    """Make SIGINT and SIGTERM raise SystemExit in the main thread, with a shell's status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as in a background job of a shell
             signal.signal(number, _exit_on_signal)
@@ -147,7 +147,7 @@ def signals_blocked():
 
 
 def exit_now():
-    """End this process at once, whatever its other threads do, and its group if it leads one."""
+    """End this process at once, and its process group if it leads one."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
@@ -169,7 +169,7 @@ def lead_group():
 
 
 def exit_with_parent(pipe=None, end=exit_now, while_alive=lambda: None):
-    """Have this process end when its parent does, even of SIGKILL: by a thread that watches a pipe.
+    """End this process when its parent ends, even by SIGKILL; a thread watches a pipe.
 
     Args:
       pipe: file descriptor of a pipe whose other end the parent holds open: for programs that a
@@ -189,7 +189,7 @@ def exit_with_parent(pipe=None, end=exit_now, while_alive=lambda: None):
 
 
 def socket_folder():
-    """Return where folders for sockets can be made: the temporary folder, or a shorter one.
+    """Return a folder for sockets: the temporary folder, or one with a shorter path.
 
     Raises:
       FlagError: there is none.

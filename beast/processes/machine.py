@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run may use of this machine, and how many processes it therefore starts. No torch here."""
+"""Cores and memory that a run may use, and default numbers of processes. No torch here."""
 
 import ctypes
 import logging
@@ -23,7 +23,7 @@ PROC, CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
 
 
 def count_cores():
-    """Return how many cores this process may use, at least 1.
+    """Return the number of cores that this process may use, at least 1.
 
     It is the least of its affinity and its control groups' quotas, shared equally among the
     learners that torchrun starts on this machine.
@@ -38,7 +38,7 @@ def count_cores():
 
 
 def count_memory():
-    """Return the bytes of memory that this process may use, and that are not used yet."""
+    """Return the bytes of free memory that this process may use."""
     lines = [line.split() for line in (PROC / "meminfo").read_text().splitlines()]
     free = [next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")]
     names = "memory.max", "memory.current", "memory.stat"  # of version 2, and of version 1:
@@ -54,7 +54,7 @@ def count_memory():
 
 
 def _read_groups(controller, names):
-    """Return what is in files of this process's control groups, from the innermost on.
+    """Return the contents of files of this process's control groups, the innermost first.
 
     It is a list of strings for each group; "" where there is no such file.
     """
@@ -72,9 +72,9 @@ def _read_groups(controller, names):
 
 
 def choose_actors(flags, has_gpu):
-    """Fill in num_actors and envs_per_actor where they are open; flags.chosen then names them.
+    """Choose num_actors and envs_per_actor if not given; flags.chosen then names them.
 
-    Where the learner has no GPU, it gets half of the cores: learning takes about as long as acting.
+    Without a GPU the learner gets half of the cores: learning takes about as long as acting.
     """
     reasons, limits = {}, {"lag": MAX_LAG * flags.batch_size}  # of all environments
     if flags.num_buffers is not None and not flags.deterministic:
@@ -92,7 +92,7 @@ def choose_actors(flags, has_gpu):
 
 
 def fit_actors(flags, rollout_bytes):
-    """Lower num_actors and num_buffers, where they were chosen, to what /dev/shm has room for."""
+    """Lower num_actors and num_buffers, if not given, to fit into /dev/shm."""
     wanted = flags.num_actors
     if flags.deterministic or not {"num_actors", "num_buffers"} <= set(flags.chosen):
         return
@@ -107,9 +107,9 @@ def fit_actors(flags, rollout_bytes):
 
 
 def choose_servers(flags, has_gpu):
-    """Fill in num_servers, num_actors (streams) and envs_per_stream where they are open.
+    """Choose num_servers, num_actors (streams) and envs_per_stream if not given.
 
-    Nothing where servers run already. Many servers get two streams each, so that one plays while
+    No-op if servers run already. Many servers get two streams each, so that one plays while
     the rows of the other are answered.
     """
     if flags.server_addresses:
@@ -137,12 +137,12 @@ def choose_servers(flags, has_gpu):
 
 
 def keep_freed_memory():
-    """Have malloc keep large blocks that are freed, rather than fault them in at each update.
+    """Make malloc keep large freed blocks, instead of faulting them in at each update.
 
     On a CPU this makes learning a fifth faster, and a third with large batches
-    (benchmarks/README.md). To call before any thread is started: malloc gives the arena of a thread
+    (benchmarks/README.md). Call it before any thread starts: malloc gives the arena of a thread
     that has ended to the next one, a learner's, and only the first arena holds blocks above 64 MiB.
-    For glibc only; a no-op elsewhere.
+    glibc only; a no-op elsewhere.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -156,11 +156,11 @@ def keep_freed_memory():
 
 
 def _count_processes(cores, most, limits, num_envs):
-    """Return how many processes play, and what bounds them: at most so many, `limits` and memory.
+    """Return the number of processes, and its limit: a maximum, one of `limits`, or memory.
 
     Args:
-      limits: of the number of all environments, by what makes them.
-      num_envs: of a process or stream; None where that is open.
+      limits: largest numbers of environments in all, by reason.
+      num_envs: of a process or stream; None if not given.
     """
     if cores <= FEW_CORES:
         return FEW_PROCESSES, f"for {FEW_CORES} cores or fewer"
@@ -170,7 +170,7 @@ def _count_processes(cores, most, limits, num_envs):
 
 
 def _count_envs(limits, num_groups):
-    """Return how many environments each actor or stream steps at once, and what bounds them."""
+    """Return the number of environments of an actor or stream, and its limit."""
     bounds = {f"at most {MAX_ENVS}": MAX_ENVS}
     return _least(bounds | {why: n // num_groups for why, n in limits.items()}, 1)
 
@@ -184,7 +184,7 @@ def _log_choice(flags, reasons, deterministic=False):
     """Log what was chosen and why.
 
     Args:
-      reasons: what limits each flag that was chosen, by its name.
+      reasons: the limit of each chosen flag, by the flag's name.
     """
     values = {name: f"--{name} {getattr(flags, name)}" for name in reasons}
     if deterministic and reasons:
@@ -207,22 +207,22 @@ def _log_choice(flags, reasons, deterministic=False):
 
 
 def count_learners():
-    """Return how many learners torchrun has started on this machine, this one included."""
+    """Return the number of learners that torchrun started on this machine, including this one."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def has_shared_memory(num_bytes):
-    """Return whether /dev/shm has room for so much, also where each learner here needs it."""
+    """Return whether /dev/shm has so many bytes for each learner on this machine."""
     return num_bytes <= 0.95 * _free_bytes()
 
 
 def _free_bytes():
-    """Return this learner's share of what is free, since others may be about to take theirs."""
+    """Return this learner's share of the free bytes, since others may be about to take theirs."""
     return shutil.disk_usage("/dev/shm").free // count_learners()
 
 
 def check_shared_memory(num_bytes, what, advice=""):
-    """Refuse what /dev/shm has no room for: writing to it would end the run by SIGBUS.
+    """Refuse a size for which /dev/shm has no room: writing to it would end the run by SIGBUS.
 
     Raises:
       FlagError: it names `what` needs the memory, and how to get it, `advice` included.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs who has been silent for too long, with stacks. No torch here.
+"""Logs threads and processes that are silent for too long, with stacks. No torch here.
 
 SIGUSR1 to a program prints the Python stacks of all its threads and processes.
 """
@@ -25,10 +25,10 @@ STDERR = 2  # also where sys.stderr is something else
 
 
 class Lookout:
-    """Measures the silence of others, for a watcher that looks at them again and again.
+    """Measures how long others have been silent, for a watcher that polls them.
 
-    If it was stopped itself (SIGSTOP, Ctrl-Z, a suspended job), they may have been stopped with it:
-    their silence counts from when it goes on.
+    If the watcher was stopped (SIGSTOP, Ctrl-Z, a suspended job), so may the others have been:
+    their silence then counts from when it continues.
 
     Attributes:
       last_look: time.monotonic() of it.
@@ -38,7 +38,7 @@ class Lookout:
         self.last_look = self._since = time.monotonic()
 
     def look(self):
-        """Begin a round; return whether it was stopped since the last one."""
+        """Begin a round; return whether the watcher was stopped since the last one."""
         now = time.monotonic()
         was_stopped = now - self.last_look > MAX_GAP
         if was_stopped:
@@ -47,16 +47,16 @@ class Lookout:
         return was_stopped
 
     def seconds_silent(self, heartbeat):
-        """Return the seconds since a heartbeat, a time.monotonic(); 0 if no look is recent.
+        """Return the seconds since a heartbeat, a time.monotonic(); 0 if the watcher was stopped.
 
-        They are negative before a heartbeat that is dated ahead, by a pause.
+        Negative if the heartbeat is in the future, because of a pause.
         """
         now = time.monotonic()
         return 0.0 if now - self.last_look > MAX_GAP else now - max(heartbeat, self._since)
 
 
 class Watchdog:
-    """Logs who is silent, from a thread of its own, until it is closed.
+    """Logs silent threads and processes, from a thread of its own, until it is closed.
 
     Args:
       timeout_s: seconds of silence that are logged; again each time they have doubled.
@@ -73,10 +73,10 @@ class Watchdog:
         self._thread.start()
 
     def beat(self, what, pause=0):
-        """Record what this thread does from here on.
+        """Record this thread's activity from here on.
 
         Args:
-          pause: seconds that it sleeps first, which are no silence.
+          pause: seconds that it sleeps first, which do not count as silence.
         """
         thread = threading.current_thread()
         self._beats[thread.ident] = thread.name, what, time.monotonic() + pause
@@ -99,7 +99,7 @@ class Watchdog:
             if self._lookout.look():
                 logging.warning(
                     "The watchdog could not run for %.0f s: was this process stopped, or did a "
-                    "thread keep the interpreter to itself?",
+                    "thread hold the GIL?",
                     time.monotonic() - last_look,
                 )
                 self._next.clear()
@@ -130,7 +130,7 @@ def log_silence(name, what, seconds, details):
 
 
 def describe_process(pid):
-    """Have a process print its stacks; return its state in words."""
+    """Make a process print its stacks; return a description of its state."""
     try:
         state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         os.kill(pid, signal.SIGUSR1)
@@ -142,7 +142,7 @@ def describe_process(pid):
 
 
 def print_stacks_on_signal(other_processes=list):
-    """Have SIGUSR1 print the stacks of this process and those of the others, by their ids."""
+    """Make SIGUSR1 print the stacks of this process and of others, given by their ids."""
 
     def print_others(*_):
         # Not by faulthandler, which reads stacks that run, and so has ended a run with a SIGSEGV.

@@ -11,7 +11,7 @@ FOLDER_PREFIX = "polybeast-"  # of the temporary folders that learners make for 
 
 
 def _check_path(address):
-    """Raise ValueError for a unix:/path that no socket can have."""
+    """Raise ValueError for a unix:/path that is too long for a socket."""
     path = address.removeprefix("unix:").removeprefix("//")
     if address.startswith("unix:") and len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise ValueError(
@@ -21,7 +21,7 @@ def _check_path(address):
 
 
 def consecutive_addresses(address, num_servers):
-    """Return the addresses of so many servers, of which the first is given."""
+    """Return the addresses of so many servers, from the first one on."""
     if re.fullmatch(r"unix:.+", address):
         addresses = [f"{address}.{i}" for i in range(num_servers)]
         addresses = [address] if num_servers == 1 else addresses

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS and tokens, by which learner and environment servers know each other. No torch here.
+"""TLS and tokens, which authenticate learner and environment servers. No torch here.
 
 This reads the files of the command line (scripts/make_certificates.sh makes them). libtorchbeast's
-`Server`, `ActorPool` and `query_server` take what they hold by the same names.
+`Server`, `ActorPool` and `query_server` take their contents by the same names.
 """
 
 import functools
@@ -15,7 +15,7 @@ FLAGS = ("tls_cert", "tls_key", "tls_ca", "auth_token_file")  # paths of what ot
 
 
 def add_flags(parser):
-    """Add the flags that both ends have."""
+    """Add the flags of both ends."""
     group = parser.add_argument_group("who may connect (see SECURITY.md)")
     # fmt: off
     group.add_argument("--tls_cert", metavar="FILE", help="PEM certificate of this end. The "
@@ -30,7 +30,7 @@ def add_flags(parser):
 
 
 def load(flags):
-    """Return a dict of tls (three PEM texts) and auth_token, each None where no flag names it.
+    """Return a dict of tls (three PEM texts) and auth_token; None for those not given.
 
     Raises:
       ValueError: a file cannot be used; the message names it.
@@ -90,7 +90,7 @@ def _warn(text):
 
 
 def _check_files(flags):
-    """Raise ValueError where authority, certificate and key are not what they should be."""
+    """Raise ValueError if authority, certificate or key is not valid."""
     ca, certificate, key = (
         os.path.expanduser(path) for path in (flags.tls_ca, flags.tls_cert, flags.tls_key)
     )

@@ -323,7 +323,7 @@ def test_pixels_are_scaled_by_their_bounds(net_class, low, high, dtype, scale):
     space = gym.spaces.Box(low, high, (40, 40, 3), dtype)
     if not isinstance(scale, int):
         if scale or net_class.__name__ == "AtariNet":
-            with pytest.raises(ValueError, match=scale or "no image of np.uint8"):
+            with pytest.raises(ValueError, match=scale or "not images of np.uint8"):
                 net_class(space, 2)
         else:
             assert not net_class(space, 2).is_image
