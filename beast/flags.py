@@ -47,7 +47,7 @@ def create_parser(program, description, without=()):
     add(run, "mode", default="train", choices=["train", "test", "test_render"],
         help="Train; test: play whole games with a checkpoint; test_render: show them.")
     add(run, "env", metavar="ID", help="Environment that create_env makes. Default: "
-        "PongNoFrameskip-v4, or what running servers play.")
+        "PongNoFrameskip-v4.")
     add(run, "env_backend", default="gym", choices=["gym", "ale_vector"],
         help="What steps Atari games in training: one environment after the other, or ale-py's "
         "AtariVectorEnv (docs/environment.md).")
@@ -89,8 +89,8 @@ def add_server_flags(parser):
     # fmt: off
     group = parser.add_argument_group("environment servers")
     group.add_argument("--server_addresses", metavar="LIST", help="Running servers: host:port, "
-                       "host:first_port-last_port or unix:/path, separated by commas. Default: "
-                       "servers are started here.")
+                       "host:first_port-last_port or unix:/path, separated by commas; --env "
+                       "defaults to what they play. Default: servers are started here.")
     group.add_argument("--num_servers", type=positive(int), help="Server processes to start here. "
                        "Default: by the number of cores; 2 for two cores.")
     group.add_argument("--pipes_basename", metavar="NAME", help="Their addresses: NAME.0, NAME.1, "
