@@ -154,8 +154,8 @@ fi
 
 case ${1:-} in
   # A program needs some 15 s until it learns, with a process for each of 16 cores.
-  long) stages=(machine=10 setup=50 whole=215 pong=120 tests=115) ;;
-  short) stages=(setup=35 whole=65 tests=60) NUM_SETTINGS=2 ;;
+  long) stages=(machine=10 setup=50 tests=115 whole=215 pong=120) ;;
+  short) stages=(setup=35 tests=60 whole=65) NUM_SETTINGS=2 ;;
   *=*) stages=("$@") ;;
   *)
     sed -n '3,/^set/s/^# \{0,1\}//p' "$0" >&2

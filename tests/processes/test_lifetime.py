@@ -65,7 +65,7 @@ def test_a_wake_that_fails_does_not_keep_the_others_asleep(caplog):
     with pytest.raises(KeyError, match="of the block"):
         with Threads(threading.Event(), on_exit=[lambda: 1 / 0]):
             raise KeyError("of the block")
-    assert "A thread failed, too" in caplog.text and "ZeroDivisionError" in caplog.text
+    assert "Another thread failed, too" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
 def test_seconds_become_fractions_of_the_time_since_last_call(monkeypatch):
