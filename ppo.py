@@ -37,8 +37,8 @@ import vtrace
 from beast.actors.collect import INPUTS, collect
 from beast.actors.weights import Version
 from beast.envs import atari_games
-from beast.envs.environment_groups import EnvironmentGroups, check_groups
 from beast.envs.environments import Environments, try_out
+from beast.envs.parallel import EnvironmentGroups, check_groups
 from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
 from beast.learners import devices, nets

@@ -323,7 +323,7 @@ class Campaign:
         if fault.kind in SILENT:
             return rf" actor {numbers} has been silent| Actor {numbers} died"
         if fault.kind == "kill" and self.system.poly:
-            return rf"{name} ended, killed by SIGKILL|{lost}"
+            return rf"{name} died.*killed by SIGKILL|{lost}"
         return {
             "kill": rf"Actor {numbers} died.*killed by SIGKILL",
             "raise": rf"\bfault {fault.number}\b",

@@ -507,7 +507,7 @@ def run(num_streams, seed, folder):
     for target, learner, b, a, first_peak, peak, silence in zip(
         targets, learners, before, after, first_peaks, peaks, starved, strict=True
     ):
-        crashes = target.log().count("restarting it")
+        crashes = target.log().count("died and is replaced")
         if crashes or "Traceback" in target.log():
             broken.append(f"{target.name}: it crashed, or an exception was not caught")
         growth = [after - before for after, before in zip(a, b, strict=True)]

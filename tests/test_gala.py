@@ -27,8 +27,7 @@ import gala
 import ppo
 from beast.envs.environments import Environments
 from beast.errors import FlagError
-from beast.gossip.agent_link import AgentLink
-from beast.gossip.agents import Agents
+from beast.gossip.agents import AgentLink, Agents
 from beast.gossip.population import AgentMemory, Mailboxes, Population
 from beast.learners.learner import Batch
 from beast.learners.nets import create_net
@@ -543,7 +542,7 @@ def test_an_agent_sends_its_weights_before_it_mixes_them():
 
 
 def test_each_agent_plays_games_of_its_own_and_new_ones(monkeypatch):
-    monkeypatch.setattr("beast.gossip.agents.start_process", lambda process, name: None)
+    monkeypatch.setattr("beast.processes.supervisor.start_process", lambda process, name: None)
     monkeypatch.setattr(Agents, "close", lambda self: None)
     seeds = []
 
@@ -571,7 +570,7 @@ def test_agents_without_an_update_do_not_delay_the_end(in_step, caplog):
     with contextlib.closing(agents):
         agents.finish()
         assert list(agents.updates()) == []
-        agents._deaths[0].count_work()  # one has: it is waited for, in step all are
+        agents._supervisor.children[0].count_work()  # one has: it is waited for, in step all are
         assert not agents._are_done()
         agents._held[0] = True
         assert agents._are_done() != in_step

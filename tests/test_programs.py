@@ -70,7 +70,7 @@ CASES = [
         waits=("learner_wait", "actor_wait"),
         status=r"full \d+/24",
         most_lag=24,  # one at most for each buffer
-        failure=r"ERROR .*Actor \d died and is restarted",
+        failure=r"ERROR .*Actor \d died and is replaced",
         restarts="actor_restarts",
         prefix="conv.0.weight",
     ),

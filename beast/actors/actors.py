@@ -4,27 +4,44 @@
 Who holds which buffer, who has died, and who replaces it. What an actor does is MonoBeast's `act`.
 """
 
-import logging
-import multiprocessing
-import multiprocessing.connection
 import threading
 import time
 from collections import deque
 
+import numpy as np
 import torch
 
-from beast.errors import EnvError
 from beast.learners.learner_group import SEEDS_A_RANK
-from beast.processes.actor_process import FreeBuffers, actor_main
-from beast.processes.deaths import MAX_DEATHS, Deaths, describe_exit
-from beast.processes.fork_server import end_process, kill_fork_server, start_process
-from beast.processes.watchdog import PATIENCE, Lookout
+from beast.processes.fork_server import child_main, kill_fork_server
+from beast.processes.supervisor import Supervisor
+from beast.processes.watchdog import PATIENCE
 
-# Of each of its environments, which end a series of deaths. When MAX_DEATHS of every actor are in a
-# series it is not bad luck, and the run ends.
-MIN_ROLLOUTS = 10
+MIN_ROLLOUTS = 10  # of each of an actor's environments, which end a series of deaths
 LOOK_INTERVAL = 1  # seconds
-PAUSES = (0, 1, 3, 10, 30)  # seconds before it is restarted, by how often it has died so
+PAUSES = (0, 1, 3, 10, 30)  # seconds before a restart, by the number of deaths in a row
+
+
+class FreeBuffers:
+    """An actor's end of its pipe: yields arrays of indices of buffers to fill.
+
+    A buffer counts as filled when the next ones are asked for.
+    """
+
+    def __init__(self, pipe, heartbeat):
+        self._pipe, self._heartbeat = pipe, heartbeat
+
+    def __iter__(self):
+        indices = []  # at first none is full, but the actor is ready
+        while True:
+            self._pipe.send(("full", indices))
+            indices = self._pipe.recv()
+            yield np.array(indices)
+
+    def beat(self):
+        """Record that the actor is alive; raise EOFError where the main process closed the pipe."""
+        if self._pipe.poll():
+            raise EOFError
+        self._heartbeat[0] = time.monotonic()
 
 
 class Actors:
@@ -55,7 +72,6 @@ class Actors:
         # Of time.monotonic(): when an actor last did something other than wait for buffers.
         shared = torch.zeros(num_actors, dtype=torch.float64).share_memory_()
         self._shared_heartbeats, self._heartbeats = shared, shared.numpy()
-        self._patience = PATIENCE * flags.stall_timeout_s
         self._closing = threading.Lock()  # held by who ends the processes
         self._condition = threading.Condition()  # guards what follows
         # One queue of either kind for all actors, or one for each.
@@ -69,14 +85,16 @@ class Actors:
         self._closed = False
         self._error = None
 
-        # Of the watcher alone, while it runs.
-        self._processes = [None] * num_actors  # None: is to be started
-        self._start_times = [0.0] * num_actors
-        self._pipes = [None] * num_actors
-        self._deaths = [Deaths(MIN_ROLLOUTS) for _ in range(num_actors)]
-        self._tracebacks = [None] * num_actors
-        self._lookout = Lookout()
-        self._wake_reader, self._wake_writer = multiprocessing.Pipe(duplex=False)
+        self._supervisor = Supervisor(
+            [f"actor {actor}" for actor in range(num_actors)],
+            self._create_process,
+            self._heartbeat,
+            PATIENCE * flags.stall_timeout_s,
+            MIN_ROLLOUTS,
+            "rollouts",
+            all_of=True,  # then it is not bad luck, and the run ends
+            pauses=PAUSES,
+        )
         self._watcher = threading.Thread(target=self._watch, name="actors", daemon=True)
         self._watcher.start()
 
@@ -110,27 +128,24 @@ class Actors:
 
     def metrics(self):
         num_full = sum(map(len, self._full))
-        return {"full_buffers": num_full, "actor_restarts": sum(d.total for d in self._deaths)}
+        return {"full_buffers": num_full, "actor_restarts": self._supervisor.num_deaths()}
 
     def texts(self, metrics):
         return {"full": f"{metrics['full_buffers']}/{self._flags.num_buffers}"}
 
     def silences(self):
         """Return a tuple of each actor that has something to do, as a Watchdog wants them."""
-        seconds = time.monotonic() - self._lookout.last_look - LOOK_INTERVAL
+        lookout = self._supervisor.lookout
         watcher = (
             "the watcher of the actors",
             "starts or ends one, by the fork server",
-            seconds,
+            time.monotonic() - lookout.last_look - LOOK_INTERVAL,
             None,
         )
-        return [watcher] + [
-            (f"actor {actor}", "steps its environments", seconds, process.pid)
-            for actor, process, seconds in self._seconds_silent()
-        ]
+        return [watcher, *self._supervisor.silences("steps its environments")]
 
     def pids(self):
-        return [process.pid for process in list(self._processes) if process is not None]
+        return self._supervisor.pids()
 
     def close(self):
         """Wake all who wait and end all processes. May be called again, and by several threads."""
@@ -138,19 +153,12 @@ class Actors:
             self._closed = True
             self._condition.notify_all()
         with self._closing:
-            if self._wake_writer.closed:
-                return
-            self._wake_writer.close()  # which the watcher notices
+            self._supervisor.wake()
             self._watcher.join(3)
             if self._watcher.is_alive():
                 kill_fork_server()
                 self._watcher.join()
-            self._wake_reader.close()
-            for pipe in filter(None, self._pipes):
-                pipe.close()  # which the actors notice
-            deadline = time.monotonic() + 3
-            for process in filter(None, self._processes):
-                end_process(process, deadline - time.monotonic())
+            self._supervisor.close()
 
     def _put_back(self, indices):  # requires the condition's lock
         share = len(indices) // self._num_queues
@@ -165,7 +173,7 @@ class Actors:
             self._end_wait(actor)
             self._held[actor] = [free.popleft() for _ in range(self._envs_per_actor)]
             try:
-                self._pipes[actor].send(self._held[actor])
+                self._supervisor.children[actor].pipe.send(self._held[actor])
             except OSError:
                 pass  # it has died; the watcher takes the indices back
 
@@ -174,20 +182,18 @@ class Actors:
         self._seconds_waited += now - self._waiting.pop(actor, now)
         self._heartbeats[actor] = now
 
+    def _heartbeat(self, actor):
+        with self._condition:
+            return None if actor in self._waiting else float(self._heartbeats[actor])
+
     def _watch(self):
         try:
             while not self._closed:
-                self._lookout.look()
-                self._start_those_due()
-                self._kill_silent()
-                actors = {pipe: actor for actor, pipe in enumerate(self._pipes) if pipe}
-                actors |= {p.sentinel: actor for actor, p in enumerate(self._processes) if p}
-                ready = multiprocessing.connection.wait([self._wake_reader, *actors], LOOK_INTERVAL)
-                for actor in sorted({actors[r] for r in ready if r is not self._wake_reader}):
-                    # Asked for before the messages are read, so that the last ones are not lost.
-                    dead = not self._processes[actor].is_alive()
-                    if not self._read_messages(actor) or dead:
-                        self._replace(actor)
+                for child, message in self._supervisor.news(LOOK_INTERVAL):
+                    if message is None:
+                        self._replace(child)
+                    else:
+                        self._accept(child, message[1])
         except Exception as error:
             with self._condition:
                 if not self._closed:  # else it is only that nothing can be started any more
@@ -195,97 +201,32 @@ class Actors:
                 self._closed = True
                 self._condition.notify_all()
 
-    def _seconds_silent(self):
+    def _accept(self, child, indices):
+        """Take full buffers of an actor, and give it others when its turn comes."""
+        actor = child.number
+        if indices:
+            child.count_work()
         with self._condition:
-            return [
-                (actor, process, self._lookout.seconds_silent(self._heartbeats[actor]))
-                for actor, process in enumerate(self._processes)
-                if actor not in self._waiting and process is not None
-            ]
+            self._full[actor % self._num_queues].extend(indices)
+            self._held[actor] = []
+            self._waiting[actor] = time.monotonic()
+            self._hand_out()
+            self._condition.notify_all()
 
-    def _kill_silent(self):
-        for actor, process, seconds in self._seconds_silent():
-            if seconds > self._patience:
-                self._tracebacks[actor] = f"it was silent for {seconds:.0f} s, and so was killed"
-                process.kill()
-
-    def _read_messages(self, actor):
-        """Handle what the actor has sent; return False where it has failed or closed its end."""
-        pipe = self._pipes[actor]
-        try:
-            while pipe.poll():
-                kind, content = pipe.recv()
-                if kind == "error":
-                    self._tracebacks[actor] = content
-                    return False
-                if content:
-                    self._deaths[actor].count_work()
-                with self._condition:
-                    self._full[actor % self._num_queues].extend(content)
-                    self._held[actor] = []
-                    self._waiting[actor] = time.monotonic()
-                    self._hand_out()
-                    self._condition.notify_all()
-        except (EOFError, OSError):
-            return False
-        return True
-
-    def _replace(self, actor):
+    def _replace(self, child):
         """Take the indices of a dead actor back, and have another process take its place."""
-        process = self._processes[actor]
-        end_process(process, 1)
+        actor = child.number
         with self._condition:
-            self._pipes[actor].close()
-            self._processes[actor] = self._pipes[actor] = None
             # In front, where its successor has to go on.
             self._free[actor % self._num_queues].extendleft(reversed(self._held[actor]))
             self._held[actor] = []
             self._end_wait(actor)
-        cause, self._tracebacks[actor] = self._tracebacks[actor], None
-        cause = cause or describe_exit(process)
-        with self._condition:
             self._hand_out()  # to others, of the indices that came back
-        self._count_death(actor, cause)
+        self._supervisor.restart(child)
 
-    def _count_death(self, actor, cause):
-        deaths = self._deaths[actor]
-        deaths.count()
-        if min(other.in_a_row for other in self._deaths) >= MAX_DEATHS:
-            raise EnvError(
-                f"all actors died {MAX_DEATHS} times with less than {MIN_ROLLOUTS} rollouts in "
-                f"between, most recently actor {actor}: {cause}"
-            )
-        pause = PAUSES[min(deaths.in_a_row, len(PAUSES)) - 1]
-        logging.error(
-            "Actor %d died and is restarted in %g s (%d deaths in all, %d in a row; the run ends "
-            "when all actors have %d in a row): %s",
-            *(actor, pause, deaths.total, deaths.in_a_row, MAX_DEATHS, cause),
-        )
-        self._start_times[actor] = time.monotonic() + pause
-
-    def _start_those_due(self):
-        for actor, process in enumerate(self._processes):
-            if process is None and time.monotonic() >= self._start_times[actor]:
-                self._start_process(actor)
-
-    def _start_process(self, actor):
-        pipe, far_end = multiprocessing.Pipe()
-        self._heartbeats[actor] = time.monotonic()  # so that it has time to start
-        try:
-            with far_end:
-                self._processes[actor] = self._create_process(actor, far_end)
-        except EnvError as error:
-            pipe.close()
-            self._count_death(actor, str(error))
-            return
-        with self._condition:
-            self._pipes[actor] = pipe
-
-    def _create_process(self, actor, pipe):
+    def _create_process(self, actor, num_deaths, pipe):
         number = 1 + actor + SEEDS_A_RANK * self._flags.rank
-        seed = [self._flags.seed, number, self._deaths[actor].total, self._first_step]
+        seed = [self._flags.seed, number, num_deaths, self._first_step]
         free_buffers = FreeBuffers(pipe, self._shared_heartbeats[actor : actor + 1])
         arguments = (self._act, pipe, self._flags, actor, seed, free_buffers, *self._args)
-        process = self._context.Process(target=actor_main, args=arguments)
-        start_process(process, f"actor {actor}")
-        return process
+        return self._context.Process(target=child_main, args=arguments)

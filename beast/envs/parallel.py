@@ -12,26 +12,22 @@ there are; with 0 it is one, in this process, where a debugger can stop.
 """
 
 import contextlib
-import multiprocessing
-import multiprocessing.connection
 import time
-from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import torch
 
 from beast.envs.environments import Environments
 from beast.envs.spaces import spaces_to_json
-from beast.errors import EnvError
+from beast.errors import EnvError, FlagError
 from beast.nest import map_nest
-from beast.processes.actor_process import actor_main
-from beast.processes.deaths import Deaths, describe_exit
-from beast.processes.fork_server import end_process, start_fork_server, start_process
-from beast.processes.machine import check_shared_memory
-from beast.processes.watchdog import PATIENCE, Lookout
+from beast.processes.fork_server import child_main, start_fork_server
+from beast.processes.machine import check_shared_memory, count_cores
+from beast.processes.supervisor import Supervisor
+from beast.processes.watchdog import PATIENCE
 
-MIN_STEPS = 200  # after so many, earlier deaths no longer count
-INITIAL, STEP, DONE = b"i", b"s", b"."
+MIN_STEPS = 200  # that end a series of deaths
+INITIAL, STEP = b"i", b"s"
 TOTALS = ("episode_return", "episode_step", "game_return", "game_step")
 
 
@@ -46,8 +42,8 @@ class ParallelEnvironments:
       stall_timeout_s: a process is replaced after PATIENCE times as many seconds of silence.
 
     Attributes:
-      processes: a list of Process.
       row: the last one, whose arrays stay the same and are overwritten by `initial` and `receive`.
+      supervisor: of the processes.
       num_envs, observation_space, action_space, num_actions, stack_size, frame_skip, spaces: as of
         Environments.
 
@@ -57,32 +53,33 @@ class ParallelEnvironments:
     """
 
     def __init__(self, create_env, seeds, num_processes, name, stall_timeout_s=60):
-        self.num_envs, self._name = len(seeds), name
-        self._patience = PATIENCE * stall_timeout_s
-        self.processes, self._is_awake = [], False
+        self.num_envs, self._create_env, self._seeds = len(seeds), create_env, seeds
+        self._is_awake, self._here = False, None
         sample = Environments(create_env, 1 if num_processes else self.num_envs, 0, name)
         self.observation_space, self.action_space = sample.observation_space, sample.action_space
         self.num_actions = sample.num_actions
         self.stack_size, self.frame_skip = sample.stack_size, sample.frame_skip
-        self._wake_reader, self._wake_writer = multiprocessing.Pipe(duplex=False)
+        shares = np.array_split(range(self.num_envs), num_processes) if num_processes else []
+        self._columns = [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
+        self._names = [f"{name}, process {i}" for i in range(num_processes)]
+        self._asked_at = [None] * num_processes  # time.monotonic() of a request without an answer
+        self._is_new = [False] * num_processes  # in place of another one, without a row yet
+        self.supervisor = Supervisor(
+            self._names,
+            self._create_process,
+            self._asked_at.__getitem__,
+            PATIENCE * stall_timeout_s,
+            MIN_STEPS,
+            "steps",
+        )
         if num_processes == 0:
             sample.seeds = list(seeds)
             self._here, self.row = sample, sample.row
             return
-        self._here = None
         with contextlib.closing(sample):
             self._allocate(sample.row)
-        context, shares = start_fork_server(), np.array_split(range(self.num_envs), num_processes)
-        with contextlib.ExitStack() as stack:  # which ends those before one that does not start
-            stack.callback(self.close)
-            for i, share in enumerate(shares):
-                columns = slice(int(share[0]), int(share[-1]) + 1)
-                arguments = (
-                    *(create_env, seeds[columns], f"{name}, process {i}"),
-                    *(map_nest(lambda a, c=columns: a[c], part) for part in self._shared),
-                )
-                self.processes.append(Process(context, f"{name}, process {i}", columns, arguments))
-            stack.pop_all()
+        self._context = start_fork_server()
+        self.supervisor.start()
 
     @property
     def spaces(self):
@@ -92,8 +89,7 @@ class ParallelEnvironments:
         """Reset every environment and return the very first row; None once woken."""
         if self._here:
             return None if self._is_awake else self._here.initial()
-        for process in self.processes:
-            process.ask(INITIAL)
+        self._ask(INITIAL)
         return self.receive()
 
     def step(self, actions):
@@ -102,13 +98,16 @@ class ParallelEnvironments:
         return self.receive()
 
     def send(self, actions):
-        """Have the environments take actions; `row` stays as it is until `receive`."""
+        """Have the environments take actions; `row` stays as it is until `receive`.
+
+        Raises:
+          EnvError: a process cannot be started.
+        """
         if self._here:
             self._actions = np.array(actions)
             return
         self._shared[1].numpy()[:] = actions
-        for process in self.processes:
-            process.ask(STEP)
+        self._ask(STEP)
 
     def receive(self):
         """Wait until all have taken their actions, and return the next row; None once woken.
@@ -119,38 +118,51 @@ class ParallelEnvironments:
         """
         if self._here:
             return None if self._is_awake else self._here.step(self._actions)
-        waiting = list(self.processes)
+        waiting = list(self.supervisor.children)
         while waiting and not self._is_awake:
-            pipes = [process.pipe for process in waiting]
-            sentinels = [process.sentinel for process in waiting]
-            multiprocessing.connection.wait([*pipes, *sentinels, self._wake_reader], timeout=1)
-            for process in list(waiting):
-                cause = process.cause_of_death(self._patience)  # asked first: it may just answer
-                if process.has_answered():
-                    self._copy_row(process)
-                elif cause:
-                    self._cut_episodes(process.columns)
-                    process.replace(cause)
+            for child, message in self.supervisor.news(1, waiting):
+                waiting.remove(child)
+                self._asked_at[child.number] = None
+                if message is not None:
+                    child.count_work()
+                    self._copy_row(child.number)
+                elif child.failure:
+                    raise EnvError(f"{child.name} failed:\n{child.failure}")
                 else:
-                    continue
-                waiting.remove(process)
+                    self._cut_episodes(self._columns[child.number])
+                    self._is_new[child.number] = True
+                    self.supervisor.restart(child)
         return None if self._is_awake else self.row
 
     def wake(self):
         """Have `receive`, `step` and `initial` return None from now on; for any thread."""
         self._is_awake = True
-        self._wake_writer.close()
+        self.supervisor.wake()
 
     def close(self):
         """End all processes. No thread may use this any more."""
         if self._here:
             self._here.close()
         self.wake()
-        for process in self.processes:
-            process.pipe.close()  # which it notices
-        deadline = time.monotonic() + 3
-        for process in self.processes:
-            process.end(deadline - time.monotonic())
+        self.supervisor.close()
+
+    def _ask(self, command):
+        """Have each process write the next row; the first one of a new process is of a reset."""
+        for child in self.supervisor.children:
+            while not (child.is_running or self._is_awake):  # it could not be started
+                list(self.supervisor.news(0, []))
+            self._asked_at[child.number] = time.monotonic()
+            if child.is_running:
+                with contextlib.suppress(OSError):  # it has died, which shows soon
+                    child.pipe.send_bytes(INITIAL if self._is_new[child.number] else command)
+
+    def _create_process(self, i, num_deaths, pipe):
+        columns = self._columns[i]
+        # Other seeds, so that the same games are not played again.
+        seeds = [seed + num_deaths for seed in self._seeds[columns]]
+        shared = [map_nest(lambda a: a[columns], part) for part in self._shared]
+        arguments = (step_environments, pipe, pipe, self._create_env, seeds, self._names[i])
+        return self._context.Process(target=child_main, args=(*arguments, *shared))
 
     def _allocate(self, sample_row):
         """Make the row, and shared memory for rows and actions, [N, ...] like a row [1, ...]."""
@@ -162,17 +174,17 @@ class ParallelEnvironments:
         actions = torch.from_numpy(self.row["last_action"].copy()).share_memory_()
         self._shared = shared, actions
 
-    def _copy_row(self, process):
-        columns = process.columns
+    def _copy_row(self, i):
+        columns = self._columns[i]
 
         def copy(target, source):
             target[columns] = source.numpy()[columns]
 
         # The row after a cut keeps the totals of the cut episodes, and their games are not counted.
-        kept = (*TOTALS, "game_done") if process.is_new else ()
+        kept = (*TOTALS, "game_done") if self._is_new[i] else ()
         for name in self.row.keys() - kept:
             map_nest(copy, self.row[name], self._shared[0][name])
-        process.is_new = False
+        self._is_new[i] = False
 
     def _cut_episodes(self, columns):
         """Write the row of environments that are lost; their frames stay as they were."""
@@ -184,90 +196,6 @@ class ParallelEnvironments:
             row[name][columns] = 0
         row["truncated"][columns] = True
         row["last_action"][columns] = self._shared[1].numpy()[columns]
-
-
-class Process:
-    """A process that steps environments, as the main process sees it, and those that replace it."""
-
-    def __init__(self, context, name, columns, arguments):
-        self.name, self.columns = name, columns
-        self.deaths, self._lookout = Deaths(MIN_STEPS), Lookout()
-        self._context, self._arguments = context, arguments
-        self.is_new = False  # in place of another one, without a row yet
-        self._start()
-
-    @property
-    def pid(self):
-        return self._process.pid
-
-    @property
-    def sentinel(self):
-        return self._process.sentinel
-
-    def ask(self, command):
-        """Have it write the next row; the first one of a new process is that of a reset."""
-        command = INITIAL if self.is_new else command
-        self._lookout.look()
-        self.is_asked, self._asked_at = True, time.monotonic()
-        with contextlib.suppress(OSError):  # it has died, which shows soon
-            self.pipe.send_bytes(command)
-
-    def has_answered(self):
-        """Return whether the row is written.
-
-        Raises:
-          EnvError: an environment raised.
-        """
-        try:
-            if not self.pipe.poll():
-                return False
-            message = self.pipe.recv_bytes()
-        except (EOFError, OSError):
-            self._has_gone = True
-            return False
-        if message != DONE:
-            _, text = ForkingPickler.loads(message)
-            raise EnvError(f"{self.name} failed:\n{text}")
-        self.is_asked = False
-        self.deaths.count_work()
-        return True
-
-    def cause_of_death(self, patience):
-        """Return why it has to be replaced; None where it has not."""
-        self._lookout.look()
-        if self.seconds_silent() > patience:
-            return f"it was silent for {patience:.0f} s, and so was killed"
-        if self._has_gone:
-            self._process.join(1)  # it is about to end
-        if self._process.is_alive():
-            return "it closed its pipe" if self._has_gone else None
-        return describe_exit(self._process)
-
-    def seconds_silent(self):
-        return self._lookout.seconds_silent(self._asked_at)
-
-    def replace(self, cause):
-        self.end(0)
-        self.pipe.close()
-        self.deaths.count()
-        self.deaths.log(self.name, "steps", cause)
-        self.is_new = True
-        self._start()
-
-    def end(self, patience):
-        end_process(self._process, patience)
-
-    def _start(self):
-        self.pipe, far_end = multiprocessing.Pipe()
-        create_env, seeds, name, *shared = self._arguments
-        # Other seeds, so that the same games are not played again.
-        seeds = [seed + self.deaths.total for seed in seeds]
-        arguments = (step_environments, far_end, far_end, create_env, seeds, name, *shared)
-        process = self._context.Process(target=actor_main, args=arguments)
-        with far_end:
-            start_process(process, self.name)
-        self._process = process
-        self.is_asked, self._asked_at, self._has_gone = False, time.monotonic(), False
 
 
 def step_environments(pipe, create_env, seeds, name, row, actions):
@@ -282,4 +210,71 @@ def step_environments(pipe, create_env, seeds, name, row, actions):
                 environments.initial()
             else:
                 environments.step(actions)
-            pipe.send_bytes(DONE)
+            pipe.send(("row", None))
+
+
+def check_groups(flags):
+    """Refuse groups or processes that do not fit --num_envs; choose the latter if not given."""
+    if flags.num_envs % flags.num_groups:
+        raise FlagError(
+            f"--num_envs is {flags.num_envs}, which --num_groups {flags.num_groups} does not "
+            "divide: give another number of either"
+        )
+    n = flags.num_envs // flags.num_groups
+    if flags.num_env_processes is None:
+        flags.num_env_processes = min(count_cores(), n)
+        flags.chosen = [*flags.chosen, "num_env_processes"]
+    if flags.num_env_processes > n:
+        raise FlagError(
+            f"--num_env_processes is {flags.num_env_processes}, but a group has {n} environments "
+            f"(--num_envs {flags.num_envs} / --num_groups {flags.num_groups}): give at most {n}"
+        )
+
+
+class EnvironmentGroups:
+    """Groups of environments, each stepped while another is answered; for Run.watch.
+
+    Args:
+      create_env, stall_timeout_s: as of ParallelEnvironments.
+      seeds: of all environments.
+      num_groups: of as many environments each.
+      num_processes: of each group.
+
+    Attributes:
+      groups: a list of ParallelEnvironments.
+    """
+
+    def __init__(self, create_env, seeds, num_groups, num_processes, stall_timeout_s=60):
+        self.groups = []
+        with contextlib.ExitStack() as stack:  # which closes those before one that fails
+            stack.callback(self.close)
+            for i, part in enumerate(np.array_split(seeds, num_groups)):
+                name = f"group {i}" if num_groups > 1 else "environments"
+                arguments = create_env, part.tolist(), num_processes, name, stall_timeout_s
+                self.groups.append(ParallelEnvironments(*arguments))
+            stack.pop_all()
+
+    def waits(self):
+        return {}
+
+    def metrics(self):
+        return {"process_restarts": sum(group.supervisor.num_deaths() for group in self.groups)}
+
+    def texts(self, metrics):
+        return {}
+
+    def silences(self):
+        """Return a tuple of each process that has something to do, as for a Watchdog."""
+        groups = [group.supervisor.silences("steps its environments") for group in self.groups]
+        return sum(groups, [])
+
+    def pids(self):
+        return [pid for group in self.groups for pid in group.supervisor.pids()]
+
+    def wake(self):
+        for group in self.groups:
+            group.wake()
+
+    def close(self):
+        for group in self.groups:
+            group.close()

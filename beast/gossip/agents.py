@@ -7,27 +7,96 @@ have learned.
 """
 
 import contextlib
+import datetime
 import logging
-import multiprocessing
-import multiprocessing.connection
 import threading
 import time
 from collections import deque
 
 import torch
+import torch.distributed as dist
 
 from beast.errors import EnvError
-from beast.gossip.agent_link import HOLD, NEVER, PACE, AgentLink
 from beast.learners.learner import Batch
 from beast.nest import map_nest
-from beast.processes.actor_process import actor_main
-from beast.processes.deaths import Deaths, describe_exit
-from beast.processes.fork_server import end_process, start_process
+from beast.processes.fork_server import child_main
+from beast.processes.supervisor import Supervisor
 from beast.processes.watchdog import PATIENCE, Lookout
+from beast.runs.diagnostics import is_finite
+from beast.runs.run import ENDS, MAX_SKIPPED
 
+NEVER = 2**62
+# Limits on an agent's updates: after HOLD it stops until told to go on; after PACE it waits until
+# the main process has counted those before.
+HOLD, PACE = 0, 1
 MIN_UPDATES = 100  # that end a series of deaths
 AHEAD = 2  # updates that agents in step make before the first of them is counted
 HOLD_TIMEOUT = 20  # seconds for all agents to finish an update
+
+
+class AgentLink:
+    """An agent's end of its pipe, and what it shares with the others.
+
+    Attributes:
+      agent: its number.
+      seed: a list of ints, another one for each process.
+      is_replacement: whether it takes the place of one that died.
+      rounds: of all agents, how many updates each has made: shared memory.
+    """
+
+    def __init__(self, agent, seed, is_replacement, pipe, rounds, limits, heartbeats):
+        self.agent, self.seed, self.is_replacement = agent, seed, is_replacement
+        self.rounds = rounds
+        self._pipe, self._limits, self._heartbeats = pipe, limits, heartbeats
+        self._skipped = 0  # updates in a row
+
+    def report(self, metrics, batch):
+        """Count an update; give the main process its metrics, and rows in which episodes end.
+
+        Raises:
+          FloatingPointError: too many updates in a row were not finite: a replacement begins with
+            other weights.
+        """
+        finite = is_finite(metrics)
+        rows = {name: batch.cpu_rows[name] for name in ENDS} if finite else batch.cpu_rows
+        self._pipe.send(("update", (metrics, map_nest(torch.Tensor.numpy, rows))))
+        self._skipped = 0 if finite else self._skipped + 1
+        if self._skipped == MAX_SKIPPED:
+            raise FloatingPointError(f"{MAX_SKIPPED} updates in a row were not finite")
+        self.rounds[self.agent] += 1
+        self._heartbeats[self.agent] = time.monotonic()
+        self.wait_until(lambda: self.rounds[self.agent] < self._limits[PACE])
+
+    def join_group(self, port):
+        """Join the group of all agents, whose master TCPStore has this port, for all_reduce."""
+        store = dist.TCPStore("localhost", port, is_master=False)
+        timeout = datetime.timedelta(days=30)  # a job may be suspended
+        sizes = {"rank": self.agent, "world_size": len(self.rounds)}
+        dist.init_process_group("gloo", store=store, timeout=timeout, **sizes)
+
+    def has_to_hold(self):
+        return bool(self.rounds[self.agent] >= self._limits[HOLD])
+
+    def hold(self):
+        """Report that its state is in shared memory, and wait until told to go on."""
+        self._pipe.send(("held", None))
+        self._pipe.recv()
+        self._heartbeats[self.agent] = time.monotonic()
+
+    def wait_until(self, condition):
+        """Wait until a condition is true; return whether it is, or this agent has to hold.
+
+        Raises:
+          EOFError: the main process has closed the pipe.
+        """
+        while not condition():
+            if self.has_to_hold():
+                return False
+            if self._pipe.poll():
+                raise EOFError
+            self._heartbeats[self.agent] = time.monotonic()  # to wait for others is no silence
+            time.sleep(0.0005)
+        return True
 
 
 class Agents:
@@ -51,23 +120,23 @@ class Agents:
         self._flags, self._game_returns = flags, game_returns
         self._context, self._first_step = context, first_step
         self._learn_alone, self._args, self._measure = learn_alone, args, measure
-        self._in_step, self._patience = in_step, PATIENCE * flags.stall_timeout_s
+        self._in_step = in_step
         n = flags.num_agents
         self._rounds = torch.zeros(n, dtype=torch.int64).share_memory_()
         self._limits = torch.tensor([NEVER, AHEAD if in_step else NEVER]).share_memory_()
         self._heartbeats = torch.zeros(n, dtype=torch.float64).share_memory_()
-        self._lookout = Lookout()
         self._condition = threading.Condition()  # guards what follows
         self._held, self._is_over, self._is_read = [False] * n, False, True
         self._has_saved = [False] * n  # what it has learned, since it was last asked to hold
-        self._deaths = [Deaths(MIN_UPDATES) for _ in range(n)]
-        self._processes, self._pipes = [None] * n, [None] * n
-        self._wake_reader, self._wake_writer = multiprocessing.Pipe(duplex=False)
-        with contextlib.ExitStack() as stack:  # which ends those before one that does not start
-            stack.callback(self.close)
-            for agent in range(n):
-                self._start(agent)
-            stack.pop_all()
+        self._supervisor = Supervisor(
+            [f"agent {agent}" for agent in range(n)],
+            self._create_process,
+            self._heartbeat,
+            PATIENCE * flags.stall_timeout_s,
+            MIN_UPDATES,
+            "updates",
+        )
+        self._supervisor.start()
 
     def updates(self):
         """Yield metrics and a Batch of each update of each agent, until all are held for good.
@@ -86,7 +155,7 @@ class Agents:
 
     def _in_order(self):
         """Yield one update of each agent in turn."""
-        rounds = [deque() for _ in self._processes]
+        rounds = [deque() for _ in self._held]
         for update in self._as_they_come():
             rounds[update[0]].append(update)
             if all(rounds):
@@ -95,44 +164,35 @@ class Agents:
                     self._limits[PACE] += 1
 
     def _as_they_come(self):
+        children = self._supervisor.children
         while not (self._is_over and self._are_done()):
-            self._lookout.look()
             if self._is_late():
                 return
             # At the end, agents that are held or dead send nothing more.
-            agents = [i for i, held in enumerate(self._held) if not (held and self._is_over)]
-            sources = {self._pipes[agent]: agent for agent in agents}
-            sources |= {self._processes[agent].sentinel: agent for agent in agents}
-            wake = [] if self._is_over else [self._wake_reader]
-            ready = multiprocessing.connection.wait([*sources, *wake], timeout=0.1)
-            ready = {sources[source] for source in ready if source in sources}
-            # Asked for before messages are read, so that the last ones are not lost.
-            alive = {agent: self._processes[agent].is_alive() for agent in ready}
-            # The dead first: the sums of others fail because of them.
-            for agent in sorted(ready, key=lambda agent: (alive[agent], agent)):
-                cause = yield from self._read(agent)
-                if cause or not alive[agent]:
-                    self._replace(agent, cause)
-            is_short = self._is_over and not self._in_step  # in step others wait for each one
-            patience = min(self._patience, HOLD_TIMEOUT) if is_short else self._patience
-            for agent, seconds in self._seconds_silent():
-                if seconds > patience and self._processes[agent].is_alive():
-                    logging.warning("Agent %d was silent for %.0f s: killing it", agent, seconds)
-                    self._processes[agent].kill()
-                    self._heartbeats[agent] = time.monotonic()  # it takes a moment to end
+            still = [
+                child for child in children if not (self._held[child.number] and self._is_over)
+            ]
+            for child, message in self._supervisor.news(0.1, still):
+                if message is None:
+                    self._replace(child)
+                elif message[0] == "held":
+                    self._note_held(child)
+                else:
+                    yield self._count_update(child, *message[1])
 
     def _are_done(self):
         """Return whether no update has to be waited for: agents that still start have none."""
-        if self._in_step and any(deaths.has_worked for deaths in self._deaths):
+        children = self._supervisor.children
+        if self._in_step and any(child.work for child in children):
             return all(self._held)  # since they wait for each other
-        agents = zip(self._held, self._deaths, strict=True)
-        return all(held or not deaths.has_worked for held, deaths in agents)
+        agents = zip(self._held, children, strict=True)
+        return all(held or not child.work for held, child in agents)
 
     def _is_late(self):
         """Return whether HOLD_TIMEOUT has passed since the end, for agents that wait for others."""
         if not (self._is_over and self._in_step):
             return False
-        if self._lookout.seconds_silent(self._end_time) < HOLD_TIMEOUT:
+        if self._supervisor.lookout.seconds_silent(self._end_time) < HOLD_TIMEOUT:
             return False
         late = [agent for agent, held in enumerate(self._held) if not held]
         logging.error(
@@ -171,7 +231,7 @@ class Agents:
                         if held:
                             self._heartbeats[agent] = time.monotonic()
                             with contextlib.suppress(OSError):
-                                self._pipes[agent].send("go on")
+                                self._supervisor.children[agent].pipe.send("go on")
                     self._held = [False] * len(self._held)
                     self._has_saved = list(self._held)
 
@@ -200,16 +260,14 @@ class Agents:
                 return
             self._is_over, self._end_time = True, time.monotonic()
             self._ask_to_hold()
-        self._wake_writer.close()
+        if not self._in_step:  # else others wait for each one
+            self._supervisor.patience = min(self._supervisor.patience, HOLD_TIMEOUT)
+        self._supervisor.wake()
 
     def close(self):
         """End all processes."""
         self.finish()
-        for pipe in filter(None, self._pipes):
-            pipe.close()  # which they notice
-        deadline = time.monotonic() + 3
-        for process in filter(None, self._processes):
-            end_process(process, deadline - time.monotonic())
+        self._supervisor.close()
 
     def game_returns(self):
         """Return the mean of the last 100 games of each agent; None where there is none."""
@@ -220,20 +278,17 @@ class Agents:
 
     def metrics(self):
         returns = {f"return_{agent}": mean for agent, mean in enumerate(self.game_returns())}
-        restarts = {"agent_restarts": sum(deaths.total for deaths in self._deaths)}
+        restarts = {"agent_restarts": self._supervisor.num_deaths()}
         return returns | restarts | self._measure()
 
     def texts(self, metrics):
         return {}
 
     def silences(self):
-        return [
-            (f"agent {agent}", "plays and learns", seconds, self._processes[agent].pid)
-            for agent, seconds in self._seconds_silent()
-        ]
+        return self._supervisor.silences("plays and learns")
 
     def pids(self):
-        return [process.pid for process in self._processes]
+        return self._supervisor.pids()
 
     def _ask_to_hold(self):
         with self._condition:
@@ -241,74 +296,45 @@ class Agents:
             hold = min(self._limits[HOLD], self._limits[PACE]) if self._in_step else 0
             self._limits[HOLD] = hold
 
-    def _seconds_silent(self):
+    def _heartbeat(self, agent):
         with self._condition:
-            return [
-                (agent, self._lookout.seconds_silent(beat))
-                for agent, beat in enumerate(self._heartbeats.tolist())
-                if not self._held[agent]
-            ]
+            return None if self._held[agent] else self._heartbeats[agent].item()
 
-    def _read(self, agent):
-        """Handle what an agent has sent; return why it has failed, if it has."""
-        try:
-            while self._pipes[agent].poll():
-                kind, content = self._pipes[agent].recv()
-                if kind == "error":
-                    return content
-                if kind == "held":
-                    with self._condition:
-                        if self._limits[HOLD] == NEVER:  # too late
-                            self._pipes[agent].send("go on")
-                        else:
-                            self._held[agent] = self._has_saved[agent] = True
-                            self._condition.notify_all()
-                    return None
-                metrics, rows = content
-                rows = map_nest(torch.from_numpy, rows)
-                self._deaths[agent].count_work()
-                games = rows["game_return"][1:][rows["game_done"][1:]].tolist()
-                self._game_returns[agent] = (self._game_returns[agent] + games)[-100:]
-                yield agent, metrics, Batch(rows, (), rows, [], {"agents": [agent]})
-        except (EOFError, OSError):
-            pass  # it has died
-        return None
+    def _note_held(self, child):
+        with self._condition:
+            if self._limits[HOLD] == NEVER:  # too late
+                child.pipe.send("go on")
+            else:
+                self._held[child.number] = self._has_saved[child.number] = True
+                self._condition.notify_all()
 
-    def _replace(self, agent, cause):
-        process = self._processes[agent]
-        end_process(process, 1)
-        cause = cause or describe_exit(process)
+    def _count_update(self, child, metrics, rows):
+        """Return an update as `updates` yields it."""
+        agent, rows = child.number, map_nest(torch.from_numpy, rows)
+        child.count_work()
+        games = rows["game_return"][1:][rows["game_done"][1:]].tolist()
+        self._game_returns[agent] = (self._game_returns[agent] + games)[-100:]
+        return agent, metrics, Batch(rows, (), rows, [], {"agents": [agent]})
+
+    def _replace(self, child):
+        agent = child.number
         if self._in_step:
             raise EnvError(
                 f"agent {agent} died, and with --exchange allreduce or --deterministic the others "
-                f"cannot go on without it: {cause}"
+                f"cannot go on without it: {child.cause}"
             )
-        if self._is_over:
-            logging.error("Agent %d ended before its last update was saved: %s", agent, cause)
-        else:
-            self._deaths[agent].count()
-            self._deaths[agent].log(f"agent {agent}", "updates", cause)
         with self._condition:
             self._held[agent] = self._is_over  # then for good
             self._has_saved[agent] = False
             self._condition.notify_all()
-        if not self._is_over:
-            self._pipes[agent].close()
-            self._start(agent)
+        if self._is_over:
+            logging.error("Agent %d ended before its last update was saved: %s", agent, child.cause)
+        else:
+            self._supervisor.restart(child)
 
-    def _start(self, agent):
-        pipe, far_end = multiprocessing.Pipe()
-        deaths = self._deaths[agent].total
-        seed = [self._flags.seed, 1 + agent, deaths, self._first_step]
+    def _create_process(self, agent, num_deaths, pipe):
+        seed = [self._flags.seed, 1 + agent, num_deaths, self._first_step]
         shared = self._rounds, self._limits, self._heartbeats
-        self._heartbeats[agent] = time.monotonic()
-        link = AgentLink(agent, seed, deaths > 0, far_end, *shared)
-        arguments = (self._learn_alone, far_end, self._flags, link, *self._args)
-        process = self._context.Process(target=actor_main, args=arguments, kwargs={"niceness": 0})
-        try:
-            with far_end:
-                start_process(process, f"agent {agent}")
-        except EnvError:
-            pipe.close()
-            raise
-        self._processes[agent], self._pipes[agent] = process, pipe
+        link = AgentLink(agent, seed, num_deaths > 0, pipe, *shared)
+        arguments = (self._learn_alone, pipe, self._flags, link, *self._args)
+        return self._context.Process(target=child_main, args=arguments, kwargs={"niceness": 0})

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fork server, which starts actor processes: it has no threads and imports once.
+"""Child processes: how they start, from the fork server or by spawning, and how they end.
 
-No torch here; the server itself imports it for all actors.
+The fork server has no threads and imports once. No torch here; the server imports it for all.
 """
 
 import contextlib
 import functools
 import multiprocessing
+import multiprocessing.context
 import multiprocessing.forkserver
 import multiprocessing.process
 import multiprocessing.util
@@ -15,12 +16,21 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 import weakref
 
 from beast.errors import EnvError
-from beast.processes.lifetime import signals_blocked, socket_folder
+from beast.processes.lifetime import (
+    HANDLED_SIGNALS,
+    STOP_SIGNALS,
+    exit_with_parent,
+    lead_group,
+    signals_blocked,
+    socket_folder,
+)
+from beast.processes.watchdog import print_stacks_on_signal
 
-_running = weakref.WeakSet()  # processes that were started, and not ended yet
+_started = weakref.WeakSet()  # processes that have not been ended yet
 
 
 def start_fork_server():
@@ -47,29 +57,6 @@ def _make_socket_folder():
         tempfile.tempdir = before
 
 
-def start_process(process, name):
-    """Start a process of that context.
-
-    Raises:
-      EnvError: the fork server has died, or could not fork.
-    """
-    try:
-        # For a fork server that has to be started anew: it inherits both.
-        with signals_blocked(), all_cores():
-            multiprocessing.forkserver.ensure_running()
-        # With signals open, since it waits for the fork server's imports.
-        process.start()
-    except (EOFError, OSError, ValueError) as error:  # the latter: of too many files to send
-        raise EnvError(
-            f"{name} cannot be started ({error!r}): look for an error above, for free memory, and "
-            "at the limits of processes and files (ulimit -u, -n)"
-        ) from None
-    _running.add(process)
-    # At its exit multiprocessing would wait for it, as it is not daemonic: environments may start
-    # processes of their own. It ends with this one all the same (lead_group).
-    multiprocessing.process._children.discard(process)
-
-
 @contextlib.contextmanager
 def all_cores():
     """Give this thread, which may be pinned (devices.use_threads), the main thread's cores."""
@@ -94,15 +81,52 @@ def kill_fork_server():
             os.kill(pid, signal.SIGKILL)
 
 
-def end_process(process, patience):
-    """Kill a process of the fork server unless it ends within so many seconds.
+def describe_exit(process):
+    """Return why a process has ended, as far as its status says."""
+    if process.exitcode is None:
+        return f"its process {process.pid} cannot be killed"
+    if process.exitcode < 0:
+        return f"killed by {signal.Signals(-process.exitcode).name}"
+    return f"it ended with status {process.exitcode}"
 
-    Processes that its environments started are killed in any case.
+
+def start_process(process, name):
+    """Start a process of the fork server or of the context "spawn".
+
+    Raises:
+      EnvError: the system refuses another process, or the fork server has died.
     """
-    if process not in _running:  # its id may be that of another one by now
+    is_spawned = isinstance(process, multiprocessing.context.SpawnProcess)
+    try:
+        # For a fork server that has to be started anew, too: it inherits both.
+        with signals_blocked(), all_cores():
+            process.start() if is_spawned else multiprocessing.forkserver.ensure_running()
+        if not is_spawned:  # with signals open, since it waits for the fork server's imports
+            process.start()
+    except (EOFError, OSError, ValueError) as error:  # the latter: of too many files to send
+        raise EnvError(
+            f"{name} cannot be started ({error!r}): look for an error above, for free memory, and "
+            "at the limits of processes and files (ulimit -u, -n)"
+        ) from None
+    _started.add(process)
+    # At its exit multiprocessing would wait for it, as it is not daemonic: environments may start
+    # processes of their own. It ends with this one all the same (lead_group, exit_with_parent).
+    multiprocessing.process._children.discard(process)
+
+
+def end_process(process, patience):
+    """Kill a process that start_process has started, unless it ends in so many seconds.
+
+    What its environments have started is killed in any case, if it leads a group.
+    """
+    if process not in _started:  # its id may be that of another one by now
         return
-    _running.discard(process)
+    _started.discard(process)
     process.join(max(0, patience))
+    if isinstance(process, multiprocessing.context.SpawnProcess):  # leads no group
+        process.kill()
+        process.join(2)
+        return
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, and left nobody
         os.killpg(process.pid, signal.SIGKILL)
     if process.is_alive() or process.exitcode == 255:
@@ -112,7 +136,36 @@ def end_process(process, patience):
     process.join(2)
     if process.is_alive():  # as far as the fork server knows
         kill_fork_server()
-        process.join(2)  # no longer: an actor stopped as it started may hold the fork server's pipe
+        process.join(2)  # no longer: a child stopped as it started may hold the fork server's pipe
+
+
+def child_main(function, pipe, *args, niceness=10):
+    """Be a process of the fork server: call `function(*args)`, and send its error.
+
+    It ignores signals, which are for the main process, but ends with that; and leads a process
+    group, in which the processes that its environments start end with it.
+
+    Args:
+      niceness: by default the learner comes first, and children take what is left of the cores.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: None)
+        # Environments end theirs by SIGTERM.
+        os.register_at_fork(after_in_child=functools.partial(signal.signal, number, signal.SIG_DFL))
+    lead_group()
+    print_stacks_on_signal()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+    exit_with_parent()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    os.nice(niceness)
+    try:
+        function(*args)
+    except (EOFError, BrokenPipeError):
+        pass  # the main process has closed the pipe
+    except Exception:
+        with contextlib.suppress(OSError):
+            pipe.send(("error", traceback.format_exc()))
 
 
 @functools.cache  # keeps the process, and with it the pipe

@@ -28,7 +28,7 @@ from beast.servers.addresses import (
     consecutive_addresses,
     expand_addresses,
 )
-from beast.servers.server_processes import FIRST_PAUSE, GRACE
+from beast.servers.server_processes import GRACE, PAUSES
 from libtorchbeast.access import is_local
 
 FIRST_LINE = 2  # seconds without an answer after which the log says so
@@ -220,7 +220,7 @@ class LocalServers:
             how = signal.Signals(-status).name
             logging.error("The environment servers' main process was killed by %s", how)
             self.process.stdin.close()
-            time.sleep(FIRST_PAUSE)  # in which its children notice, and remove sockets and folder
+            time.sleep(PAUSES[0])  # in which its children notice, and remove sockets and folder
             self._kill_all()
             try:
                 with contextlib.suppress(FileExistsError):

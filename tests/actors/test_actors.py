@@ -20,7 +20,8 @@ from program import wait_until
 from beast.actors import actors
 from beast.actors.actors import Actors
 from beast.errors import EnvError
-from beast.processes.deaths import describe_exit
+from beast.processes.fork_server import describe_exit
+from beast.processes.supervisor import MAX_DEATHS
 
 pytestmark = pytest.mark.whole
 
@@ -61,18 +62,26 @@ class Rig:
         return self.actors.metrics()["actor_restarts"]
 
     @property
+    def supervisor(self):
+        return self.actors._supervisor
+
+    @property
+    def children(self):
+        return self.supervisor.children
+
+    @property
     def num_full(self):
         return self.actors.metrics()["full_buffers"]
 
     def process(self, actor):
         """Return the process that is this actor now, as soon as there is one."""
-        return wait_until(lambda: self.actors._processes[actor])
+        return wait_until(lambda: self.children[actor].process)
 
     def kill(self, actor):
         """Kill the actor, and wait until it is replaced."""
         process = self.process(actor)
         process.kill()
-        wait_until(lambda: self.actors._processes[actor] not in (None, process))
+        wait_until(lambda: self.children[actor].process not in (None, process))
 
     def hanging_actor(self):
         wait_until(lambda: self.marker.exists() and self.marker.read_text().endswith("\n"))
@@ -107,7 +116,7 @@ def make_rig(monkeypatch, tmp_path):
 
     yield make
     for rig in rigs:
-        processes = list(filter(None, rig.actors._processes))
+        processes = [child.process for child in rig.children if child.process is not None]
         rig.actors.close()
         assert not any(process.is_alive() for process in processes)
 
@@ -178,14 +187,14 @@ def test_actors_that_all_fail_again_and_again_end_the_run(make_rig, caplog, fail
     with ThreadPoolExecutor(1) as pool:
         taking = pool.submit(take_all)
         try:
-            with pytest.raises(EnvError, match=f"died {actors.MAX_DEATHS} times") as raised:
+            with pytest.raises(EnvError, match=f"died {MAX_DEATHS} times") as raised:
                 taking.result(2 * DEADLINE)
         finally:
             rig.actors.close()
     for text in (caplog.text, str(raised.value)):
         assert "Traceback (most recent call last)" in text and "in play" in text
         assert ("the game is broken" if fails == "always" else "no such game") in text
-    assert min(deaths.total for deaths in rig.actors._deaths) == actors.MAX_DEATHS
+    assert min(child.num_deaths for child in rig.children) == MAX_DEATHS
 
 
 def test_one_actor_that_always_fails_does_not_end_the_run(make_rig):
@@ -195,7 +204,7 @@ def test_one_actor_that_always_fails_does_not_end_the_run(make_rig):
         rig.actors.release(rig.take(rig.num_full))  # so that the other one goes on
         return rig.num_restarts == count
 
-    for count in range(1, actors.MAX_DEATHS + 3):
+    for count in range(1, MAX_DEATHS + 3):
         rig.kill(0)
         wait_until(lambda count=count: dies_once_more(count))
     rig.take_and_release_all()
@@ -203,12 +212,12 @@ def test_one_actor_that_always_fails_does_not_end_the_run(make_rig):
 
 def test_an_actor_that_dies_but_gives_rollouts_is_restarted(make_rig):
     rig = make_rig(num_buffers=8)
-    for _ in range(actors.MAX_DEATHS + 2):
+    for _ in range(MAX_DEATHS + 2):
         for _ in range(actors.MIN_ROLLOUTS + 8 // 2):  # those before the last death included
             rig.actors.release(rig.take(rig.flags.envs_per_actor))
         rig.kill(0)
     rig.take_and_release_all()
-    assert rig.num_restarts == actors.MAX_DEATHS + 2
+    assert rig.num_restarts == MAX_DEATHS + 2
 
 
 def test_an_actor_that_cannot_be_started_stops_no_other(make_rig, monkeypatch, caplog):
@@ -221,7 +230,7 @@ def test_an_actor_that_cannot_be_started_stops_no_other(make_rig, monkeypatch, c
 
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start_all_but_one)
     rig = make_rig(num_actors=3)
-    wait_until(lambda: rig.actors._deaths[2].total > actors.MAX_DEATHS)
+    wait_until(lambda: rig.children[2].num_deaths > MAX_DEATHS)
     assert "actor 2 cannot be started (BlockingIOError('no more processes')" in caplog.text
     rig.take_and_release_all()
 
@@ -270,7 +279,7 @@ def test_close_ends_actors_that_start_or_hang(make_rig, when):
     if when == "hangs":
         rig.process(rig.hanging_actor())
     rig.actors.close()
-    assert not any(p.is_alive() for p in rig.actors._processes if p is not None)
+    assert not any(c.process.is_alive() for c in rig.children if c.process is not None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -295,11 +304,11 @@ def test_a_silent_actor_is_replaced(make_rig, caplog, how):
 
     def is_replaced():
         rig.actors.release(rig.take(rig.num_full))  # so that it has something to do
-        return rig.actors._deaths[silent].total > 0
+        return rig.children[silent].num_deaths > 0
 
-    rig.actors._patience, patience = 0.5, rig.actors._patience
+    rig.supervisor.patience, patience = 0.5, rig.supervisor.patience
     wait_until(is_replaced)
-    rig.actors._patience = patience  # in which a process has to start
+    rig.supervisor.patience = patience  # in which a process has to start
     assert re.search(r"Actor \d died .* it was silent for \d+ s, and so was killed", caplog.text)
     rig.take_and_release_all()
 
@@ -307,14 +316,14 @@ def test_a_silent_actor_is_replaced(make_rig, caplog, how):
 def test_an_actor_that_waits_for_buffers_is_not_silent(make_rig):
     rig = make_rig(num_actors=2)
     wait_until(lambda: len(rig.actors._waiting) == 2)
-    rig.actors._patience, patience = 0, rig.actors._patience  # of whoever does not wait
+    rig.supervisor.patience, patience = 0, rig.supervisor.patience  # of whoever does not wait
     (watcher,) = rig.actors.silences()
-    lookout = rig.actors._lookout
+    lookout = rig.supervisor.lookout
     assert watcher[0] == "the watcher of the actors"
     assert watcher[2] <= time.monotonic() - lookout.last_look - actors.LOOK_INTERVAL  # its sleep
     now = lookout.last_look
     wait_until(lambda: lookout.last_look > now + 1)  # so it has looked after them
-    rig.actors._patience = patience
+    rig.supervisor.patience = patience
     rig.take_and_release_all()
     assert rig.num_restarts == 0
 

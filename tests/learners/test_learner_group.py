@@ -253,7 +253,7 @@ def test_actors_of_ranks_play_with_seeds_of_their_own(monkeypatch):
         flags.rank = number
         system = actors.Actors(flags, SimpleNamespace(Process=Process), None)
         for actor in range(4):
-            system._create_process(actor, pipe=None)
+            system._create_process(actor, num_deaths=0, pipe=None)
     assert found[:4] == [(7, 1, 0, 0), (7, 2, 0, 0), (7, 3, 0, 0), (7, 4, 0, 0)]
     assert len(set(found)) == 12
 

@@ -14,13 +14,14 @@ import time
 import types
 
 import pytest
+from deadline import Thread
 from program import HELPERS, ROOT, Program, last_step, wait_until
 from small_run import create_learner, parse
 
 from beast.processes import watchdog
 from beast.processes.watchdog import Lookout, Watchdog
 from beast.runs import run
-from beast.servers.server_processes import ServerProcess
+from beast.servers.server_processes import ServerProcesses
 
 
 @pytest.fixture
@@ -215,20 +216,27 @@ def serve(flags, address, seed, started, stop_signals, busy_since):
 def test_a_stopped_server_is_killed_and_replaced(caplog):
     caplog.set_level(logging.INFO)
     flags = types.SimpleNamespace(stall_timeout_s=60)  # in which it has to start
-    server = ServerProcess(serve, flags, "unix:/tmp/nowhere", 0)
-    process = server.process
+    servers, stop = ServerProcesses(serve, flags, ["unix:/tmp/nowhere"]), []
+    supervisor = servers.supervisor
+    (child,) = supervisor.children
+    thread = Thread(servers.run, stop)
     try:
-        wait_until(lambda: server.check() or messages(caplog, "serving on"))
-        wait_until(lambda: server.busy_since[-1] > time.monotonic())  # until the next report
-        flags.stall_timeout_s = 1  # five such are too long; one that lives reports each second
+        wait_until(lambda: messages(caplog, "serving on"))
+        process = child.process
+        # Until the next report: one that lives reports each second.
+        wait_until(lambda: servers._busy_since[0][-1] > time.monotonic())
+        supervisor.patience, patience = 5, supervisor.patience
         os.kill(process.pid, signal.SIGSTOP)
-        wait_until(lambda: server.check() or server.process is not process)
-        flags.stall_timeout_s = 60
+        wait_until(lambda: child.process not in (None, process))
+        supervisor.patience = patience
         assert process.exitcode == -signal.SIGKILL
-        assert messages(caplog, r"was silent for \d+ s; restarting it in")
-        wait_until(lambda: server.check() or len(messages(caplog, "serving on")) == 2)
+        assert messages(caplog, r"died and is replaced in 1 s .*it was silent for \d+ s")
+        wait_until(lambda: len(messages(caplog, "serving on")) == 2)
     finally:
-        server.end(0)
+        stop.append(0)
+        supervisor.wake()
+        thread.result()
+        servers.close()
 
 
 @pytest.mark.whole
@@ -243,7 +251,7 @@ def test_a_server_that_hangs_is_replaced_and_its_stack_logged(tmp_path):
             r"catch_env.py.*, line \d+,? in step",
             r"the server of unix:.* has been silent for \d+ s",
             r"stream 0 has been silent for \d+ s: it waits for env",
-            r"silent for \d+ s; restarting it in",
+            r"died and is replaced in 1 s .*silent for \d+ s",
         ):
             program.wait_until(lambda pattern=pattern: re.search(pattern, program.output))
         step = last_step(tmp_path / "run")
