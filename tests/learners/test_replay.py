@@ -118,15 +118,15 @@ class Column:
         return self.env, rollout, (state_of(*rollout["frame"][0]),), first
 
     def target(self, episode, step, n_step):
-        """Return reward, discount, and the key to bootstrap from, by a plain loop."""
+        """Return reward, discount, steps, and the key to bootstrap from, by a plain loop."""
         rewards, kind = self.episodes[episode]
         value, k = 0.0, 0
         while k < n_step and step + k < len(rewards):
             value += DISCOUNTING**k * rewards[step + k]
             k += 1
         if step + k == len(rewards) and kind == "terminated":
-            return value, 0.0, None
-        return value, DISCOUNTING**k, (episode, step + k)
+            return value, 0.0, k, None
+        return value, DISCOUNTING**k, k, (episode, step + k)
 
     def is_end(self, episode, step):
         rewards, kind = self.episodes[episode]
@@ -208,10 +208,11 @@ def check_samples(replay, columns, L, n):
             assert sample.rows["frame"][t, b].tolist() == [env, *key]
             assert sample.mask[t, b] == (not column.is_end(*key))
             if sample.mask[t, b]:
-                reward, discount, bootstrap_key = column.target(*key, n)
+                reward, discount, steps, bootstrap_key = column.target(*key, n)
                 assert sample.actions[t, b] == action_of(env, *key)
                 assert sample.returns[t, b] == pytest.approx(reward, abs=1e-5)
                 assert sample.discounts[t, b] == pytest.approx(discount, rel=1e-6)
+                assert sample.bootstrap[t, b] == (t + steps if L > 1 else 1)
                 bootstrap = sample.rows["frame"][sample.bootstrap[t, b], b].tolist()
                 assert discount == 0 or bootstrap == [env, *bootstrap_key]
     return len(expected)
@@ -308,7 +309,7 @@ def test_new_sequences_enter_with_a_priority_of_their_own(L):
         errors, column = [0.0], columns[env]
         for key in column.keys[start : start + L]:
             if not column.is_end(*key):
-                value, discount, bootstrap_key = column.target(*key, n)
+                value, discount, _, bootstrap_key = column.target(*key, n)
                 max_q = q_of(env, *bootstrap_key)[1] if bootstrap_key else 0
                 errors.append(abs(value + discount * max_q - q_of(env, *key)[0]))
         expected.append((max(errors) + 1) ** 0.5)
@@ -477,6 +478,19 @@ def test_frames_that_are_no_stacks_are_refused(order):
     replay = Replay(map_nest(lambda x: x[:, None], rows), (), 100, 1, 10, stack_size=4)
     with pytest.raises(ValueError, match="give stack_size 1"):
         replay.append(0, rows, (), first=True)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_screen_that_never_changes_is_rebuilt(zeros):
+    """Then each row's stack is that of any other, also of row 0, before which there is none."""
+    frames = np.full((41, 1, 4), 7, np.uint8)
+    if zeros:
+        for i in range(4):
+            frames[i, 0, : 3 - i] = 0
+    rows = [{key: np.zeros(1) for key in KEYS} | {"frame": frame} for frame in frames]
+    rows = [row | {key: np.zeros(1, bool) for key in KEYS[2:5]} for row in rows]
+    rows[0]["done"][0] = True
+    check_rows(rows, 40, 4)
 
 
 def test_nests_and_continuous_actions_come_back():
