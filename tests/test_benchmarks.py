@@ -19,6 +19,7 @@ from program import ROOT, run
         "learner_group.py --repeats 1 --updates 3 --nets shallow",
         "memory.py --seconds 5 --sizes 1x2",
         "net.py --nets shallow --batch_sizes 8 --rows 16 --seconds 0.2 --disable_cuda",
+        "replay.py --repeats 1 --seconds 0.2 --rows 10000",
         "starvation.py --repeats 1 --seconds 10",
         "straggler.py --repeats 1 --seconds 5",
         "transport.py --repeats 1 --seconds 0.5",

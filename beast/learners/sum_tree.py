@@ -36,7 +36,8 @@ class SumTree:
         self._levels[0].reshape(-1)[places] = priorities
         for level, parents in itertools.pairwise(self._levels):
             places = places // BRANCHES
-            places = places[np.diff(places, prepend=-1) != 0]  # of neighbors, which share a parent
+            # Once for all neighbors, which share a parent.
+            places = np.concatenate([places[:1], places[1:][places[1:] != places[:-1]]])
             parents.reshape(-1)[places] = level[places].sum(axis=1)
 
     def find(self, values):
@@ -47,10 +48,10 @@ class SumTree:
         """
         nodes, each = np.zeros(len(values), np.int64), np.arange(len(values))
         for level in reversed(self._levels):
-            sums = level[nodes].cumsum(axis=1)
+            sums = level.take(nodes, axis=0).cumsum(axis=1)
             # Parents are rounded, too, so a value may be as large as the sum of all children.
             values = np.minimum(values, np.nextafter(sums[:, -1], 0))
-            children = np.count_nonzero(sums <= values[:, None], axis=1)
+            children = (sums > values[:, None]).argmax(axis=1)  # the first one
             values = values - np.where(children > 0, sums[each, children - 1], 0)
             nodes = nodes * BRANCHES + children
         return nodes
