@@ -2,6 +2,7 @@
 """What replay.py promises: targets of a loop over episodes, stacks to the bit, no torn row."""
 
 import contextlib
+import functools
 import sys
 
 import ale_py
@@ -12,6 +13,7 @@ import torch
 from catch_env import Mixed
 from deadline import Thread
 
+import atari_wrappers
 import monobeast
 from beast.envs.environments import Environments, create_environments
 from beast.learners.replay import Replay
@@ -443,7 +445,8 @@ ATARI = {
 @pytest.mark.parametrize("arguments", ATARI)
 def test_stacks_are_those_of_the_environments_to_the_bit(arguments):
     flags = monobeast.parser.parse_args(["--env", "BreakoutNoFrameskip-v4", *arguments.split()])
-    with contextlib.closing(create_environments(flags, monobeast.create_env, 2, 1, "env")) as envs:
+    create_env = functools.partial(atari_wrappers.create_atari, render_mode=None)
+    with contextlib.closing(create_environments(flags, create_env, 2, 1, "env")) as envs:
         rows = play(envs, 301)
         replay = check_rows(rows, 200, envs.stack_size)
     done = np.stack([row["done"] for row in rows])
