@@ -169,9 +169,7 @@ class Agents:
             if self._is_late():
                 return
             # At the end, agents that are held or dead send nothing more.
-            still = [
-                child for child in children if not (self._held[child.number] and self._is_over)
-            ]
+            still = [c for c in children if not (self._held[c.number] and self._is_over)]
             for child, message in self._supervisor.news(0.1, still):
                 if message is None:
                     self._replace(child)
@@ -303,7 +301,8 @@ class Agents:
     def _note_held(self, child):
         with self._condition:
             if self._limits[HOLD] == NEVER:  # too late
-                child.pipe.send("go on")
+                with contextlib.suppress(OSError):  # it has died, which shows soon
+                    child.pipe.send("go on")
             else:
                 self._held[child.number] = self._has_saved[child.number] = True
                 self._condition.notify_all()
