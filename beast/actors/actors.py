@@ -190,6 +190,8 @@ class Actors:
         try:
             while not self._closed:
                 for child, message in self._supervisor.news(LOOK_INTERVAL):
+                    if self._closed:
+                        return
                     if message is None:
                         self._replace(child)
                     else:

@@ -63,7 +63,7 @@ class ParallelEnvironments:
         self._columns = [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
         self._names = [f"{name}, process {i}" for i in range(num_processes)]
         self._asked_at = [None] * num_processes  # time.monotonic() of a request without an answer
-        self._is_new = [False] * num_processes  # in place of another one, without a row yet
+        self._is_new = [False] * num_processes  # replacement processes that have not sent a row
         self.supervisor = Supervisor(
             self._names,
             self._create_process,
@@ -101,7 +101,7 @@ class ParallelEnvironments:
         """Have the environments take actions; `row` stays as it is until `receive`.
 
         Raises:
-          EnvError: a process cannot be started.
+          EnvError: a process cannot be started, or an environment of it has raised before.
         """
         if self._here:
             self._actions = np.array(actions)
@@ -149,8 +149,10 @@ class ParallelEnvironments:
     def _ask(self, command):
         """Have each process write the next row; the first one of a new process is of a reset."""
         for child in self.supervisor.children:
-            while not (child.is_running or self._is_awake):  # it could not be started
-                list(self.supervisor.news(0, []))
+            while not (child.is_running or self._is_awake):
+                if child.due is None:
+                    raise EnvError(f"{child.name} has ended: {child.cause}")
+                list(self.supervisor.news(1, []))  # which starts it
             self._asked_at[child.number] = time.monotonic()
             if child.is_running:
                 with contextlib.suppress(OSError):  # it has died, which shows soon

@@ -323,10 +323,11 @@ class Agents:
                 f"cannot go on without it: {child.cause}"
             )
         with self._condition:
-            self._held[agent] = self._is_over  # then for good
+            is_over = self._is_over  # which another thread may set
+            self._held[agent] = is_over  # then for good
             self._has_saved[agent] = False
             self._condition.notify_all()
-        if self._is_over:
+        if is_over:
             logging.error("Agent %d ended before its last update was saved: %s", agent, child.cause)
         else:
             self._supervisor.restart(child)

@@ -19,15 +19,16 @@ from beast.processes.watchdog import Lookout
 
 MAX_DEATHS = 5  # with little work in between, which end the run
 CHECK_INTERVAL = 1  # seconds between two looks for silent children
+RETRY_PAUSE = 1  # seconds, at the least, after a start that failed
 END_PATIENCE = 1  # seconds in which a child ends by itself, once it has failed or closed its pipe
 
 
 class Child:
-    """One child process, and those that replace it.
+    """A slot for one child process at a time.
 
     Attributes:
       number, name: its index in the supervisor, and what logs call it.
-      process, pipe: None from `restart` until the next one is started.
+      process, pipe: of the process; None where the next one has not been started yet.
       is_dead: whether the process has been ended; it may be restarted.
       start_time: time.monotonic() when the process was started.
       due: time.monotonic() from which the next process is to be started, or None.
@@ -59,7 +60,7 @@ class Child:
 class Supervisor:
     """Keeps child processes alive.
 
-    One thread at a time may call `start`, `news`, `restart` and `close`; any thread may call
+    One thread at a time may call `start`, `news` and `restart`; any thread may call `close`,
     `wake`, `pids`, `silences` and `num_deaths`, and send through the pipe of a child, which stays
     open until `restart` or `close`.
 
@@ -74,9 +75,9 @@ class Supervisor:
         showed life, or None where it has nothing to do. For any thread.
       patience: seconds of silence after which a child is killed; may be changed.
       enough, unit: how many units of work end a series of deaths, and what a unit is called.
-      max_deaths: so many in a row are an error; None: any number is allowed.
-      all_of: whether they are an error only once all children have so many.
-      pauses: seconds before a restart, by the number of deaths in a row; the last one goes on.
+      max_deaths: consecutive deaths that raise EnvError; None: unlimited.
+      all_of: whether to raise only once every child has reached max_deaths.
+      pauses: seconds before a restart, by the number of consecutive deaths; the last value repeats.
 
     Attributes:
       children: a list of Child.
@@ -84,7 +85,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, names, create, heartbeat, patience, enough, unit,
+        self, names, create, heartbeat, patience, enough=None, unit=None,
         max_deaths=MAX_DEATHS, all_of=False, pauses=(0,),
     ):  # fmt: skip
         self.children = [Child(i, name, enough) for i, name in enumerate(names)]
@@ -98,13 +99,15 @@ class Supervisor:
         self._wake_reader, self._wake_writer = multiprocessing.Pipe(duplex=False)
 
     def start(self):
-        """Start all children now, rather than by the first `news`; one that fails is retried then.
+        """Start all children now, rather than by the first `news`, which would retry.
 
         Raises:
+          EnvError: a child cannot be started; no child is left.
           Exception: of `create`, or of pickling its arguments; no child is left.
         """
         try:
-            self._start_those_due()
+            for child in self.children:
+                self._start(child)
         except BaseException:
             self.close()
             raise
@@ -116,11 +119,11 @@ class Supervisor:
         child that lives gives at most one message in each call, a dead one all that it has sent.
 
         Args:
-          children: listen to these alone. From one that the caller removes meanwhile nothing more
-            is read, so that its death is left for a later call.
+          children: listen to these alone. A child removed from the list during iteration is not
+            read further; its death is yielded by a later call.
 
         Raises:
-          EnvError: a child could not be started, which was one death too many.
+          EnvError: a child cannot be started, and max_deaths is reached.
         """
         if self._is_closed:
             return
@@ -131,33 +134,35 @@ class Supervisor:
         handles = [child.pipe for child in running]
         handles += [child.process.sentinel for child in running]
         handles.append(self._wake_reader)
-        ready = set(multiprocessing.connection.wait(handles, self._until_due(timeout)))
-        if self._wake_reader in ready:
-            self._wake_reader.recv_bytes()
-        # Who is dead is asked before messages are read, so that the last ones are not lost. The
-        # dead come first: what others report may be due to them.
-        dead = [child for child in running if child.process.sentinel in ready]
-        if time.monotonic() >= self._next_check:
-            dead += self._find_lost(
-                c for c in running if c.pipe not in ready and c.process.sentinel not in ready
-            )
-        for child in dead:
-            yield from self._read(child, children, is_dead=True)
-        for child in running:
-            if child.pipe in ready and child not in dead:
-                yield from self._read(child, children, is_dead=False)
+        try:
+            ready = set(multiprocessing.connection.wait(handles, self._until_due(timeout)))
+            if self._wake_reader in ready:
+                self._wake_reader.recv_bytes()
+            # Who is dead is asked before messages are read, so that the last ones are not lost. The
+            # dead come first: what others report may be due to them.
+            dead = [child for child in running if child.process.sentinel in ready]
+            if time.monotonic() >= self._next_check:
+                dead += self._find_lost(
+                    c for c in running if c.pipe not in ready and c.process.sentinel not in ready
+                )
+        except (EOFError, OSError):
+            if not self._is_closed:
+                raise
+            return
+        alive = [child for child in running if child.pipe in ready and child not in dead]
+        for child in dead + alive:
+            if not self._is_closed:
+                yield from self._read(child, children, is_dead=child in dead)
 
     def restart(self, child):
-        """Count the death of a child; have another process take its place, after the pause.
+        """Count the death of a child; `news` starts another process in its place after the pause.
 
         Raises:
-          EnvError: it was one death too many.
+          EnvError: max_deaths is reached.
         """
         child.pipe.close()
         child.process = child.pipe = None
-        self._count_death(child)
-        if child.due <= time.monotonic():
-            self._start(child)
+        self._count_death(child, "died and is replaced")
 
     def wake(self):
         """End the wait in `news`, or in the next one. For any thread, and signal handlers."""
@@ -195,12 +200,11 @@ class Supervisor:
     def close(self, patience=3):
         """Close the pipes, which children notice; kill those that live after so many seconds.
 
-        May be called again. No other thread may use a pipe any more.
+        May be called again. No other thread may send through a pipe any more.
         """
         with self._lock:
             self._is_closed = True
-            self._wake_writer.close()
-        self._wake_reader.close()
+            self._wake_writer.close()  # which ends a wait in `news`
         for child in self.children:
             if child.pipe is not None:
                 child.pipe.close()
@@ -208,6 +212,7 @@ class Supervisor:
         for child in self.children:
             if child.process is not None:
                 end_process(child.process, deadline - time.monotonic())
+        self._wake_reader.close()
 
     def _until_due(self, timeout):
         times = [child.due for child in self.children if child.due is not None]
@@ -215,7 +220,7 @@ class Supervisor:
 
     def _seconds_silent(self, child):
         beat = self._heartbeat(child.number)
-        # It has time to start.
+        # Silence counts from the start at the earliest.
         return None if beat is None else self.lookout.seconds_silent(max(beat, child.start_time))
 
     def _find_lost(self, children):
@@ -262,30 +267,47 @@ class Supervisor:
     def _start_those_due(self):
         for child in self.children:
             if child.due is not None and child.due <= time.monotonic():
-                self._start(child)
+                try:
+                    self._start(child)
+                except EnvError as error:
+                    child.cause = str(error)
+                    self._count_death(child, "did not start, and is tried again", RETRY_PAUSE)
 
     def _start(self, child):
-        child.due = child.failure = child.cause = None
-        child.start_time, child.is_dead = time.monotonic(), False
-        try:
-            near_end, far_end = multiprocessing.Pipe()
-            with contextlib.ExitStack() as stack:
-                stack.callback(near_end.close)
-                stack.callback(far_end.close)
-                process = self._create(child.number, child.num_deaths, far_end)
-                start_process(process, child.name)
-                stack.pop_all()
-                far_end.close()
-        except (EnvError, OSError) as error:  # the latter: of too many files
-            child.cause = str(error)
-            self._count_death(child)  # and leave the next try to the next call
-        else:
-            child.pipe, child.process = near_end, process
+        """Start a process.
 
-    def _count_death(self, child):
+        Raises:
+          EnvError: it cannot be started.
+        """
+        child.due = child.failure = child.cause = None
+        child.start_time, child.is_dead, child.work = time.monotonic(), False, 0
+        with contextlib.ExitStack() as stack:
+            try:
+                near_end, far_end = multiprocessing.Pipe()
+                stack.callback(far_end.close)
+                stack.callback(near_end.close)
+                process = self._create(child.number, child.num_deaths, far_end)
+            except OSError as error:
+                raise EnvError(
+                    f"{child.name} cannot be started ({error!r}): look at the limit of open files "
+                    "(ulimit -n), and for free memory"
+                ) from None
+            start_process(process, child.name)
+            stack.pop_all()
+        far_end.close()
+        child.pipe, child.process = near_end, process
+        if self._is_closed:  # meanwhile, by another thread
+            near_end.close()
+            end_process(process, 0)
+
+    def _count_death(self, child, event, least_pause=0):
+        """Count and log a death; have another process started after a pause.
+
+        Raises:
+          EnvError: max_deaths is reached.
+        """
         child.num_deaths += 1
         child.deaths_in_a_row += 1
-        child.work = 0
         counted = self.children if self._all_of else [child]
         most = self._max_deaths
         if most and min(other.deaths_in_a_row for other in counted) >= most:
@@ -295,11 +317,16 @@ class Supervisor:
                 f"{self._unit} in between, most recently: {child.cause}"
             )
         pause = self._pauses[min(child.deaths_in_a_row, len(self._pauses)) - 1]
+        pause = max(pause, least_pause)
         child.due = time.monotonic() + pause
-        limit = f"; {most} in a row{' of all' * self._all_of} end the run" if most else ""
+        limit = f"; the run ends {'when all have' if self._all_of else 'at'} {most} in a row"
         logging.error(
-            "%s died and is replaced%s (%d deaths in all, %d in a row%s): %s",
+            "%s %s%s (deaths: %d in all, %d in a row%s): %s",
             child.name[0].upper() + child.name[1:],
+            event,
             f" in {pause:g} s" if pause else "",
-            *(child.num_deaths, child.deaths_in_a_row, limit, child.cause),
+            child.num_deaths,
+            child.deaths_in_a_row,
+            limit if most else "",
+            child.cause,
         )

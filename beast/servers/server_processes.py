@@ -5,13 +5,17 @@ What a learner needs to find and start servers is in servers.py. No torch here.
 """
 
 import argparse
+import atexit
+import contextlib
 import json
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
 import time
+import traceback
 
 import libtorchbeast
 from beast.errors import format_cause
@@ -20,6 +24,7 @@ from beast.processes.lifetime import (
     STOP_SIGNALS,
     exit_now,
     exit_with_parent,
+    lead_group,
     start_logging,
 )
 from beast.processes.supervisor import Supervisor
@@ -54,9 +59,13 @@ def server_main(run_server, flags, address, seed, pipe, busy_since):
     """Run the server at `address`: a process. Send ("serving", None) once learners can connect."""
     served = []  # the address, once it is ours
 
+    def send(*message):
+        with contextlib.suppress(OSError):  # the supervisor is ending
+            pipe.send(message)
+
     def started(address):
         served.append(address)
-        pipe.send(("serving", None))
+        send("serving", None)
 
     def end():
         for address in served:
@@ -68,19 +77,25 @@ def server_main(run_server, flags, address, seed, pipe, busy_since):
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what to do
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    lead_group(ends_with_parent=False)  # since `end` comes first
     print_stacks_on_signal()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     exit_with_parent(end=end, while_alive=record_alive)
     os.nice(10)  # a learner on the same machine comes first
     start_logging()
-    status = 0
+    status = 1
     try:
         run_server(flags, address, seed, started, [signal.SIGTERM], busy_since)
-    except (ValueError, RuntimeError, ImportError, OSError) as error:  # else all is printed
-        pipe.send(("error", str(error) or type(error).__name__, format_cause(error)))
-        status = 1
+        status = 0
+    except (ValueError, RuntimeError, ImportError, OSError) as error:
+        send("error", str(error) or type(error).__name__, format_cause(error))
+    except Exception:
+        traceback.print_exc()
     # Streams' threads may still be creating environments. An interpreter that ends beneath them
-    # aborts, or prints that environments have leaked.
+    # aborts, or prints that environments have leaked. What was registered for the exit, such as
+    # that of the environments' own processes, happens all the same.
+    multiprocessing.util._exit_function()
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -103,11 +118,9 @@ class ServerProcesses:
         self.supervisor = Supervisor(
             [f"the server of {address}" for address in addresses],
             self._create_process,
-            # For how long the process, or the slowest of its streams, has been at one step.
+            # When the slowest stream, or the process, last made progress.
             lambda number: min(filter(None, self._busy_since[number])),
             PATIENCE * flags.stall_timeout_s,
-            enough=1,
-            unit="minutes",
             max_deaths=None,
             pauses=PAUSES,
         )
@@ -119,7 +132,7 @@ class ServerProcesses:
         """Start all servers and restart those that die, until `stop`, a list, is not empty.
 
         Raises:
-          RuntimeError: one ended before learners could connect.
+          RuntimeError: a server cannot be started, or ended before learners could connect.
         """
         self.supervisor.start()
         while not stop:
@@ -131,11 +144,9 @@ class ServerProcesses:
                     self.supervisor.restart(child)
                 else:
                     raise RuntimeError(child.failure or f"{child.name} died: {child.cause}")
-            for child, has_served in zip(self.supervisor.children, self._has_served, strict=True):
-                if child.num_deaths and not has_served:
-                    raise RuntimeError(child.cause)
-                if child.work == 0 and time.monotonic() > child.start_time + MIN_SECONDS:
-                    child.count_work()
+            for child in self.supervisor.children:
+                if child.is_running and time.monotonic() > child.start_time + MIN_SECONDS:
+                    child.deaths_in_a_row = 0
 
     def close(self):
         """End all servers, and remove their sockets."""

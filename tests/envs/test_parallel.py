@@ -22,6 +22,7 @@ from beast.envs.environments import Environments
 from beast.envs.parallel import EnvironmentGroups, ParallelEnvironments
 from beast.errors import EnvError
 from beast.nest import map_nest
+from beast.processes import supervisor
 from libtorchbeast.rows import draw_seeds
 
 SEEDS = draw_seeds([3, 1], 5)
@@ -156,6 +157,8 @@ def test_an_environment_that_raises_gives_its_traceback(environments):
     raising.initial()
     with pytest.raises(EnvError, match=r"(?s)environments, process \d failed.*in step.*no luck"):
         raising.step(np.zeros(5, np.int64))
+    with pytest.raises(EnvError, match=r"(?s)environments, process \d has ended: .*no luck"):
+        raising.step(np.zeros(5, np.int64))
 
 
 @pytest.mark.whole
@@ -205,6 +208,7 @@ def test_deaths_in_a_row_are_an_error(environments, monkeypatch):
         for _ in range(6):
             os.kill(pids_of(several)[1], signal.SIGKILL)
             several.step(np.zeros(5, np.int64))
+            several.step(np.zeros(5, np.int64))
     monkeypatch.setattr(parallel, "MIN_STEPS", 1)
     patient = environments(Counter, 1)
     patient.initial()
@@ -223,6 +227,7 @@ def test_a_process_that_cannot_be_replaced_is_an_error(environments, monkeypatch
 
     os.kill(pids_of(several)[1], signal.SIGKILL)
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", fail)
+    monkeypatch.setattr(supervisor, "RETRY_PAUSE", 0.1)
     several.step(np.zeros(5, np.int64))
     with pytest.raises(EnvError, match=r"died 5 times .*process 1 cannot be started \(EOFError"):
         several.step(np.zeros(5, np.int64))
@@ -326,17 +331,22 @@ def test_nothing_is_left_of_groups_when_one_cannot_be_made(monkeypatch):
     assert len(closed) == 1
 
 
-def test_no_process_is_left_when_one_does_not_start(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(TypeError("cannot be pickled"), "cannot be pickled"),
+     (BlockingIOError(), r"environments, process 1 cannot be started \(Blocking.*ulimit -u")],
+)  # fmt: skip
+def test_no_process_is_left_when_one_does_not_start(monkeypatch, error, message):
     started, start = [], multiprocessing.process.BaseProcess.start
 
     def start_one(process):
         if started:
-            raise TypeError("cannot be pickled")
+            raise error
         start(process)
         started.append(process.pid)
 
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start_one)
-    with pytest.raises(TypeError, match="cannot be pickled"):
+    with pytest.raises((TypeError, EnvError), match=message):
         open_environments(Mixed, 2)
     assert len(started) == 1 and not pathlib.Path(f"/proc/{started[0]}").exists()
 

@@ -8,6 +8,7 @@ As any fork would, it replaces create_env and leaves the rest of polybeast_env.p
 
 import os
 import pathlib
+import subprocess
 import sys
 import time
 
@@ -126,6 +127,14 @@ class Old(Catch):
         return observation, reward, terminated, info
 
 
+class Parent(Catch):
+    """Catch that starts a process and leaves it behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = subprocess.Popen(["sleep", "3600"])
+
+
 class Mixed(gym.Wrapper):
     """Catch whose observations are dicts, of a random length, ended or cut; games of two lives."""
 
@@ -152,11 +161,11 @@ class Mixed(gym.Wrapper):
 
 
 def create_env(flags):
-    """Make Catch, Old, or Failing-HOW@MARKER, where HOW is raise or hang."""
+    """Make Catch, Old, Parent, or Failing-HOW@MARKER, where HOW is raise or hang."""
     if flags.env.startswith("Failing-"):
         how, _, marker = flags.env.removeprefix("Failing-").partition("@")
         return Failing(how, marker)
-    return {"Catch": Catch, "Old": Old}[flags.env]()
+    return {"Catch": Catch, "Old": Old, "Parent": Parent}[flags.env]()
 
 
 polybeast_env.create_env = create_env

@@ -4,6 +4,7 @@
 import contextlib
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import time
@@ -61,7 +62,7 @@ def next_news(one):
 def test_messages_of_a_dead_child_come_before_its_death(supervise):
     one = supervise()
     one.children[1].pipe.send(None)
-    one.children[1].process.join(60)
+    multiprocessing.connection.wait([one.children[1].process.sentinel], 60)
     assert next_news(one) == [(1, ("last", 1)), (1, ("last", 2)), (1, None)]
     assert one.children[1].cause == "it ended with status 3"
     assert one.pids() == [one.children[0].process.pid]
@@ -72,13 +73,16 @@ def test_a_death_is_logged_with_its_cause_and_replaced(supervise, caplog):
     one.children[0].pipe.send(ZeroDivisionError("the game is broken"))
     assert next_news(one) == [(0, None)]
     one.restart(one.children[0])
-    assert "Child 0 died and is replaced (1 deaths in all, 1 in a row; 5 in a row" in caplog.text
+    line = "Child 0 died and is replaced (deaths: 1 in all, 1 in a row; the run ends at 5 in a row)"
+    assert line in caplog.text
     assert "Traceback" in caplog.text and "the game is broken" in caplog.text
+    assert list(one.news(0)) == []  # which starts it
     one.children[0].pipe.send("again")
     assert next_news(one) == [(0, ("echo", "again"))] and one.num_deaths() == 1
 
 
 def kill(one, number):
+    list(one.news(0))
     one.children[number].process.kill()
     assert next_news(one) == [(number, None)]
     one.restart(one.children[number])
@@ -88,6 +92,7 @@ def test_deaths_in_a_row_are_an_error_but_not_after_enough_work(supervise):
     one = supervise()
     for _ in range(supervisor.MAX_DEATHS - 1):
         kill(one, 0)
+    list(one.news(0))
     for _ in range(2):
         one.children[0].count_work()
     for _ in range(supervisor.MAX_DEATHS - 1):
@@ -106,7 +111,7 @@ def test_where_all_must_die_one_alone_may_die_for_ever(supervise):
         kill(one, 1)
 
 
-def test_starts_that_fail_are_deaths_too(supervise, monkeypatch):
+def test_starts_that_fail_are_deaths_too(supervise, monkeypatch, caplog):
     one = supervise()
 
     def fail(self):
@@ -115,11 +120,12 @@ def test_starts_that_fail_are_deaths_too(supervise, monkeypatch):
     one.children[1].process.kill()
     assert next_news(one) == [(1, None)]
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", fail)
-    one.restart(one.children[1])  # one more call, or this would not end
-    assert one.children[1].process is None and one.num_deaths() == 2
+    one.restart(one.children[1])
+    assert list(one.news(0)) == [] and one.num_deaths() == 2
+    assert "Child 1 did not start, and is tried again in 1 s (deaths: 2 in all, 2" in caplog.text
+    monkeypatch.setattr(supervisor, "RETRY_PAUSE", 0)
     with pytest.raises(EnvError, match="most recently: child 1 cannot be started"):
-        for _ in range(supervisor.MAX_DEATHS):
-            list(one.news(0))
+        wait_until(lambda: list(one.news(1)))
 
 
 def test_a_pause_comes_before_a_restart(supervise, caplog):
@@ -150,11 +156,11 @@ def test_a_silent_child_is_killed_unless_it_has_nothing_to_do(supervise):
 
 def test_wake_and_close_end_a_wait(supervise):
     one = supervise()
-    waiting = Thread(lambda: list(one.news(60)))
-    one.wake()
-    assert waiting.result() == []
-    pids = one.pids()
-    one.close()
+    for end in (one.wake, one.close):
+        pids = one.pids()
+        waiting = Thread(lambda: list(one.news(60)))
+        end()
+        assert waiting.result() == []
     one.wake()
     assert list(one.news(60)) == []
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
@@ -173,3 +179,13 @@ def test_a_child_that_cannot_be_created_leaves_no_other(caplog):
     with pytest.raises(TypeError, match="cannot be pickled"):
         Supervisor(["child 0", "child 1"], create, lambda number: None, 60, 2, "echoes").start()
     assert made[0].exitcode is not None and not caplog.records
+
+
+def test_a_closed_supervisor_starts_nothing(supervise):
+    one = supervise()
+    one.children[0].process.kill()
+    for child, message in one.news(60):
+        assert message is None
+        one.close()
+        one.restart(child)
+    assert one.children[0].process is None and list(one.news(0)) == []
