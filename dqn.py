@@ -1,0 +1,677 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The DQN family on one machine: actor processes, prioritized replay, one learner.
+
+    python dqn.py --env PongNoFrameskip-v4                  Rainbow without noise
+    python dqn.py --env PongNoFrameskip-v4 --use_lstm       R2D1: sequences, stored states, burn-in
+    python dqn.py --num_atoms 1 --n_step 1 --priority_exponent 0 --no_double --no_dueling   DQN
+    python dqn.py --mode test --xpid NAME                   play whole games with the checkpoint
+
+    actor 0: Net, N environments --+  rollouts in                   samples
+    actor 1: Net, N environments --+- shared memory -> replay -+---------------> learner:
+    ...                            |                    ^      |                 loss, Adam
+    actor k: Net, N environments --+                    +------+-- priorities <--+
+       ^                                                                         |
+       +------------------ weights, as one consistent version <------------------+
+
+Actors and learner wait for each other, so that --replay_ratio rows are learned from for each step.
+
+To change the model, edit Net; the loss, compute_loss; the environment, create_env; the optimizer,
+create_optimizer; what is logged, the metrics that compute_loss and learn return.
+
+Sources: Mnih et al. 2015 (DQN), van Hasselt et al. 2016 (double), Wang et al. 2016 (dueling),
+Schaul et al. 2016 (prioritized replay), Bellemare et al. 2017 (categorical), Hessel et al. 2018
+(Rainbow), Kapturowski et al. 2019 (R2D2), Stooke and Abbeel 2019 (R2D1: R2D2 on one machine).
+
+Shapes: T unroll length, N environments an actor, B batch size, A actions, Z atoms (1 without
+--num_atoms), L rows of a sequence, R = L + n rows of a sample: those of the sequence and after it.
+libtorchbeast/rows.py says what a row holds.
+"""
+
+import argparse
+import contextlib
+import copy
+import functools
+import itertools
+import logging
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import atari_wrappers
+from beast.actors import rollout_buffers
+from beast.actors.actors import Actors
+from beast.actors.collect import INPUTS
+from beast.actors.weights import SharedWeights
+from beast.envs import atari_games
+from beast.envs.environments import Environments, create_environments, try_out
+from beast.errors import FlagError
+from beast.flags import create_parser, parse_flags, run_program
+from beast.learners import devices, nets
+from beast.learners.learner import Learner
+from beast.learners.normalizer import OneHot, flatten
+from beast.learners.replay import Replay
+from beast.learners.replay_feed import ReplayFeed
+from beast.nest import map_nest
+from beast.parser import fraction, non_negative, positive
+from beast.processes import fork_server, machine
+from beast.runs import diagnostics, evaluate, randomness
+from beast.runs.run import Run
+
+# The defaults of flags: Rainbow's, with fewer and smaller batches than rlpyt's for two cores; and
+# with --use_lstm, R2D1's.
+DEFAULTS = {
+    "batch_size": (32, 16),
+    "unroll_length": (20, 40),
+    "replay_ratio": (4.0, 2.0),
+    "n_step": (3, 5),
+    "num_atoms": (51, 1),
+    "discounting": (0.99, 0.997),
+    "priority_exponent": (0.6, 0.9),
+    "importance_exponent": (0.4, 0.6),
+}
+TEST_EPSILON = 0.001  # so that no game is played for ever
+REPLAY_KEYS = ("frame", "reward", "done", "truncated", "terminated", "last_action")
+ANSWER_KEYS = ("policy_logits", "baseline")  # with --use_lstm, for first priorities
+
+
+def default_of(name):
+    return "Default: {}; {} with --use_lstm.".format(*DEFAULTS[name])
+
+
+# fmt: off
+parser = create_parser(
+    "dqn.py", "The DQN family on one machine, from DQN to Rainbow and R2D1.",
+    without=["env_backend", "greedy", "elastic"],
+)
+
+training = parser.add_argument_group("training")
+training.add_argument("--total_steps", default=2_000_000, type=positive(int),
+                      help="Agent steps to play.")
+training.add_argument("--num_actors", type=positive(int), help="Actor processes. Default: by "
+                      "the number of cores; 2 for two cores.")
+training.add_argument("--envs_per_actor", type=positive(int),
+                      help="Environments that an actor steps with one batched forward pass. "
+                      "Default: 8.")
+training.add_argument("--batch_size", type=positive(int),
+                      help=f"Transitions or sequences in a batch. {default_of('batch_size')}")
+training.add_argument("--unroll_length", type=positive(int), help="Steps in a rollout. Sequences "
+                      f"begin with a rollout. {default_of('unroll_length')}")
+training.add_argument("--deterministic", action="store_true",
+                      help="Actors and learner take turns: runs with one --seed are identical, "
+                      "and slower.")
+training.add_argument("--use_lstm", action="store_true", help="R2D1: an LSTM before the last "
+                      "layers, and sequences in the replay.")
+training.add_argument("--burn_in", default=40, type=non_negative(int), help="Rows of a sequence "
+                      "that only bring the LSTM's state up to date.")
+training.add_argument("--sequence_length", default=80, type=positive(int),
+                      help="Rows of a sequence to learn from, with --use_lstm.")
+
+replay = parser.add_argument_group("replay")
+replay.add_argument("--replay_capacity", default=500_000, type=positive(int),
+                    help="Rows in the replay; an Atari row takes 7 kB.")
+replay.add_argument("--replay_ratio", type=positive(float), help="Rows to learn from for each "
+                    f"agent step. {default_of('replay_ratio')}")
+replay.add_argument("--learning_starts", default=20_000, type=non_negative(int),
+                    help="Agent steps before the first update.")
+replay.add_argument("--priority_exponent", type=fraction, help="Exponent of priorities (alpha); "
+                    f"0: uniform sampling. {default_of('priority_exponent')}")
+replay.add_argument("--importance_exponent", type=fraction, help="Initial exponent of importance "
+                    "weights (beta), raised linearly to 1 at --total_steps. "
+                    f"{default_of('importance_exponent')}")
+
+loss = parser.add_argument_group("loss")
+loss.add_argument("--discounting", type=fraction, help="Discount factor of a step (gamma). "
+                  f"{default_of('discounting')}")
+loss.add_argument("--n_step", type=positive(int),
+                  help=f"Rewards in a return. {default_of('n_step')}")
+loss.add_argument("--num_atoms", type=positive(int), help="Atoms of the return's distribution; "
+                  f"1: its mean. {default_of('num_atoms')}")
+loss.add_argument("--value_range", default=10.0, type=positive(float), metavar="V",
+                  help="Atoms are from -V to V.")
+loss.add_argument("--no_double", action="store_false", dest="double",
+                  help="Choose the next action by the target net.")
+loss.add_argument("--no_dueling", action="store_false", dest="dueling",
+                  help="Have no stream of its own for the state's value.")
+loss.add_argument("--value_rescaling", action="store_true",
+                  help="Learn the values' signed square roots, as in R2D2, with rewards as they "
+                  "are: add --reward_clipping none.")
+loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "none"],
+                  help="Clip rewards to [-1, 1] in the learner, or not.")
+loss.add_argument("--target_interval", default=1000, type=positive(int),
+                  help="Updates from one copy of the target net to the next.")
+
+exploration = parser.add_argument_group("exploration")
+exploration.add_argument("--final_epsilon", type=fraction, help="Probability of a random action "
+                         "after --epsilon_steps. Default: 0.01; with --use_lstm 0.4 ** (1 + 7 i / "
+                         "(n - 1)) for environment i of n, as in R2D2.")
+exploration.add_argument("--epsilon_steps", default=100_000, type=positive(int),
+                         help="Agent steps in which it falls from 1.")
+
+adam = parser.add_argument_group("optimizer (Adam)")
+adam.add_argument("--learning_rate", default=1e-4, type=positive(float), help="Learning rate.")
+adam.add_argument("--epsilon", default=3e-4, type=positive(float), help="Adam epsilon.")
+adam.add_argument("--grad_norm_clipping", default=10.0, type=positive(float),
+                  help="Largest gradient norm of the loss, a mean over the batch.")
+
+atari_wrappers.add_flags(parser)
+# fmt: on
+
+
+def create_env(flags):
+    """Return one environment with a Discrete action space."""
+    if flags.env.startswith("MinAtar/") and flags.env not in gym.registry:
+        from minatar.gym import register_envs
+
+        register_envs()
+    if atari_games.is_game(flags.env):
+        return atari_wrappers.create_atari(flags, flags.render_mode)
+    return gym.make(flags.env, render_mode=flags.render_mode)
+
+
+class Net(nn.Module):
+    """Values of all actions: convolutions for images, else a perceptron; then, if any, an LSTM.
+
+    Args:
+      observation_space: find_image says what is an image; nests, too, are vectors, in which
+        Discrete parts are one-hot.
+      num_atoms: Z, of the distribution of each value, from -value_range to value_range; 1: values.
+    """
+
+    def __init__(
+        self, observation_space, num_actions, num_atoms, value_range, dueling=True, use_lstm=False
+    ):
+        super().__init__()
+        self.num_actions, self.num_atoms = num_actions, num_atoms
+        self.image = nets.find_image(observation_space)
+        if self.image is not None:
+            self.trunk, size = nets.image_trunk(self.image)
+        else:
+            self.one_hot = OneHot(observation_space)
+            self.trunk, size = nets.vector_trunk(self.one_hot.size), 64
+        self.lstm = nn.LSTM(size + num_actions + 1, 256) if use_lstm else None
+        size = 256 if use_lstm else size
+        self.advantage = nn.Linear(size, num_actions * num_atoms)
+        self.value = nn.Linear(size, num_atoms) if dueling else None
+        nets.initialize([self.advantage, self.value], 0.1)
+        support = torch.linspace(-value_range, value_range, num_atoms)
+        self.register_buffer("support", support, persistent=False)
+        self.to(memory_format=torch.channels_last)
+
+    def initial_state(self, batch_size):
+        """Return the recurrent state at the start of an episode: tensors [layers, B, hidden]."""
+        if self.lstm is None:
+            return ()
+        return tuple(torch.zeros(1, batch_size, self.lstm.hidden_size) for _ in range(2))
+
+    def forward(self, inputs, agent_state):
+        """Choose the action of the largest value for each row.
+
+        Args:
+          inputs: rows as a dict of [T, B, ...] tensors, INPUTS; frame, and with an LSTM all, count.
+          agent_state: recurrent state before the first row.
+
+        Returns:
+          A dict of action [T, B] (in evaluation mode one in a thousand is random), policy_logits
+          [T, B, A], which are the values, and baseline [T, B], the largest one; and the recurrent
+          state after the last row.
+        """
+        logits, agent_state = self.compute_logits(inputs, agent_state)
+        values = self.compute_values(logits)
+        baseline, action = values.max(dim=-1)
+        if not self.training:
+            action = explore(action, self.num_actions, torch.tensor(TEST_EPSILON))
+        return {"policy_logits": values, "baseline": baseline, "action": action}, agent_state
+
+    def compute_logits(self, inputs, agent_state):
+        """Return logits of the atoms, or values, [T, B, A, Z], and the new recurrent state."""
+        T, B = inputs["done"].shape
+        frame = map_nest(lambda x: x.flatten(0, 1), inputs["frame"])
+        is_image = self.image is not None
+        x = nets.scale_image(frame, self.image) if is_image else self.one_hot(flatten(frame))
+        features = self.trunk(x)
+        # Values are computed in full precision.
+        with torch.autocast(x.device.type, enabled=False):
+            features = features.float()
+            if self.lstm is not None:
+                features, agent_state = self.run_lstm(features, inputs, agent_state)
+            logits = self.advantage(features).view(T, B, self.num_actions, self.num_atoms)
+            if self.value is not None:
+                value = self.value(features).view(T, B, 1, self.num_atoms)
+                logits = value + logits - logits.mean(dim=2, keepdim=True)
+        return logits, agent_state
+
+    def compute_values(self, logits):
+        """Return values [..., A] of logits [..., A, Z]."""
+        if self.num_atoms == 1:
+            return logits.squeeze(-1)
+        return (logits.softmax(dim=-1) * self.support).sum(dim=-1)
+
+    def run_lstm(self, x, inputs, agent_state):
+        """Return features [T * B, hidden] of the LSTM, and its new state."""
+        T, B = inputs["done"].shape
+        last_action = F.one_hot(inputs["last_action"].flatten(), self.num_actions).float()
+        reward = inputs["reward"].clamp(-1, 1).view(T * B, 1)
+        x, outputs = torch.cat([x, reward, last_action], dim=1).view(T, B, -1), []
+        for x_t, done in zip(x, inputs["done"], strict=True):
+            # A new episode begins in this row, so it starts from the initial state.
+            keep = (~done).float().view(1, B, 1)
+            agent_state = tuple(s * keep for s in agent_state)
+            output, agent_state = self.lstm(x_t.unsqueeze(0), agent_state)
+            outputs.append(output)
+        return torch.cat(outputs).flatten(0, 1), agent_state
+
+
+def net_arguments(flags):
+    """Return the keyword arguments of Net's constructor."""
+    names = "num_atoms", "value_range", "dueling", "use_lstm"
+    return {name: getattr(flags, name) for name in names}
+
+
+def explore(action, num_actions, epsilon):
+    """Return actions, each of which is replaced by a random one with probability epsilon."""
+    random = torch.randint_like(action, num_actions)
+    return torch.where(torch.rand(action.shape, device=action.device) < epsilon, random, action)
+
+
+def final_epsilons(flags):
+    """Return the epsilon [num_actors * N] of each environment after --epsilon_steps."""
+    num_envs = flags.num_actors * flags.envs_per_actor
+    if flags.final_epsilon is not None:
+        return torch.full((num_envs,), flags.final_epsilon)
+    if not flags.use_lstm:
+        return torch.full((num_envs,), 0.01)
+    return 0.4 ** (1 + 7 * torch.linspace(0, 1, num_envs))
+
+
+def rescale(x, eps=1e-3):
+    """Return h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x (Pohlen et al. 2018)."""
+    return x.sign() * ((x.abs() + 1).sqrt() - 1) + eps * x
+
+
+def unscale(z, eps=1e-3):
+    """Return the inverse of `rescale`, in a form that loses no digits for small z in float32."""
+    a = z.abs() + 1 + eps
+    u = 2 * a / (1 + (1 + 4 * eps * a).sqrt())
+    return z.sign() * (u**2 - 1)
+
+
+def compute_targets(flags, returns, discounts, values):
+    """Return targets: discounted returns, and the values [...] of the rows they end in."""
+    if flags.value_rescaling:
+        return rescale(returns + discounts * unscale(values))
+    return returns + discounts * values
+
+
+def project(returns, discounts, probabilities, support):
+    """Return the distribution [..., Z] of returns + discounts * Z, on the atoms of the support.
+
+    Args:
+      returns, discounts: [...].
+      probabilities: [..., Z], of the values of the rows that the returns end in.
+    """
+    step = support[1] - support[0]
+    atoms = returns.unsqueeze(-1) + discounts.unsqueeze(-1) * support
+    atoms = atoms.clamp(support[0], support[-1])
+    distances = (atoms.unsqueeze(-2) - support.unsqueeze(-1)).abs() / step  # [..., to, from]
+    return ((1 - distances).clamp(min=0) * probabilities.unsqueeze(-2)).sum(dim=-1)
+
+
+def sequence_priorities(errors, mask, eta=0.9):
+    """Return priorities [B] of absolute errors [L, B]: R2D2's mixture of maximum and mean."""
+    errors = torch.where(mask, errors, 0)
+    mean = errors.sum(dim=0) / mask.sum(dim=0).clamp(min=1)
+    return eta * errors.amax(dim=0) + (1 - eta) * mean
+
+
+def initial_priorities(flags, answers, returns, discounts, bootstrap, mask):
+    """Return priorities [B] of new sequences, from what the actors computed; for a Replay.
+
+    Args:
+      answers: rows [R, B, ...] that follow those of the sequences.
+      returns, discounts, bootstrap, mask: [L, B], as of a Sample.
+    """
+    rows = slice(flags.burn_in, None)
+    answers = {name: torch.from_numpy(answers[name]) for name in (*ANSWER_KEYS, "last_action")}
+    values = answers["baseline"].gather(0, torch.from_numpy(bootstrap))
+    returns, discounts = torch.from_numpy(returns), torch.from_numpy(discounts)
+    targets = compute_targets(flags, returns, discounts, values)
+    L = returns.shape[0]
+    taken = select(answers["policy_logits"][:L].unsqueeze(-1), answers["last_action"][:L])
+    errors = (targets - taken.squeeze(-1)).abs()
+    return sequence_priorities(errors[rows], torch.from_numpy(mask)[rows]).numpy()
+
+
+def select(logits, actions):
+    """Return the logits [T, B, Z] of actions [T, B], from those of all, [T, B, A, Z]."""
+    index = actions[..., None, None].expand(-1, -1, 1, logits.shape[-1])
+    return logits.gather(2, index).squeeze(2)
+
+
+def run_net(flags, model, rows, agent_state, begin, end):
+    """Return logits [R - begin, B, A, Z] of rows [R, B, ...] from `begin` on.
+
+    Those before `begin` only move the recurrent state. The gradient flows in those before `end`.
+    """
+    num_rows = rows["done"].shape[0]
+    bounds = [0 if flags.use_lstm else begin, begin, end, num_rows]
+    logits = []
+    with devices.autocast(flags, rows["done"].device):
+        for i, j in itertools.pairwise(bounds):
+            if i == j:
+                continue
+            inputs = {name: map_nest(lambda x, i=i, j=j: x[i:j], rows[name]) for name in INPUTS}
+            with torch.set_grad_enabled(torch.is_grad_enabled() and (i, j) == (begin, end)):
+                part, agent_state = devices.to_float32(model.compute_logits(inputs, agent_state))
+            logits += [part] if i >= begin else []
+    return torch.cat(logits)
+
+
+def compute_loss(flags, model, target_model, sample):
+    """Return the loss of a Sample of tensors, a mean over its transitions; metrics; priorities [B].
+
+    Without an LSTM a sequence is one transition, and L and R are 1 and 2.
+    """
+    burn_in, L = flags.burn_in, sample.returns.shape[0]
+    returns, discounts, bootstrap, mask, actions = (
+        x[burn_in:]
+        for x in (sample.returns, sample.discounts, sample.bootstrap, sample.mask, sample.actions)
+    )
+    state = sample.agent_state
+    logits = run_net(flags, model, sample.rows, state, burn_in, L)
+    taken = select(logits[: L - burn_in], actions)  # [L - burn_in, B, Z]
+    with torch.no_grad():
+        # The first row that a return can end in is the one after the burn-in's last.
+        first = burn_in + 1
+        next_logits = run_net(flags, target_model, sample.rows, state, first, first)
+        index = (bootstrap - first)[..., None, None].expand(-1, -1, *logits.shape[2:])
+        next_logits = next_logits.gather(0, index)
+        choosing = logits.gather(0, index + 1) if flags.double else next_logits
+        next_actions = model.compute_values(choosing).argmax(dim=-1)
+        next_logits = select(next_logits, next_actions)
+    values = model.compute_values(taken)
+    if flags.num_atoms == 1:
+        targets = compute_targets(flags, returns, discounts, next_logits.squeeze(-1))
+        losses = F.huber_loss(values, targets, reduction="none")
+        errors = (targets - values).detach().abs()
+    else:
+        targets = project(returns, discounts, next_logits.softmax(dim=-1), model.support)
+        losses = -(targets * taken.log_softmax(dim=-1)).sum(dim=-1)
+        # The cross-entropy less the targets' entropy is the Kullback-Leibler divergence.
+        errors = (losses.detach() - torch.special.entr(targets).sum(dim=-1)).clamp(min=0)
+    num_rows = mask.sum().clamp(min=1)
+    total_loss = (torch.where(mask, losses, 0) * sample.weights).sum() / num_rows
+    return (
+        total_loss,
+        {
+            "total_loss": total_loss.detach(),
+            "mean_value": torch.where(mask, values.detach(), 0).sum() / num_rows,
+            "mean_error": torch.where(mask, errors, 0).sum() / num_rows,
+        },
+        sequence_priorities(errors, mask),
+    )
+
+
+def create_optimizer(flags, model):
+    """Return the optimizer, and a function from agent steps to a factor of its learning rate."""
+    optimizer = torch.optim.Adam(
+        model.parameters(), lr=flags.learning_rate, eps=flags.epsilon, fused=True
+    )
+    return optimizer, lambda step: 1
+
+
+def learn(flags, model, target_model, feed, optimizer, num_updates, beta):
+    """Learn from samples of the replay; return metrics as floats, and the last sample.
+
+    It stops at the first loss or gradient that is not finite; the updates before that one stay.
+
+    Args:
+      beta: exponent of importance weights.
+    """
+    device, results, sample = next(model.parameters()).device, [], None
+    for _ in range(num_updates):
+        sample = feed.replay.sample(flags.batch_size, beta)
+        handle = sample.handle
+        tensors = map_nest(torch.from_numpy, sample._replace(handle=())._asdict())
+        sample = sample._replace(**map_nest(lambda x: x.to(device), tensors))
+        total_loss, metrics, priorities = compute_loss(flags, model, target_model, sample)
+        optimizer.zero_grad()
+        total_loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
+        metrics["grad_norm"] = grad_norm
+        metrics["clipped_updates"] = grad_norm > flags.grad_norm_clipping
+        results.append(metrics)
+        feed.count_update()
+        if not torch.isfinite(total_loss + grad_norm):
+            return diagnostics.to_floats(metrics), sample
+        optimizer.step()
+        feed.replay.update(handle, priorities.cpu().numpy())
+        if feed.num_updates % flags.target_interval == 0:
+            target_model.load_state_dict(model.state_dict())
+    return diagnostics.mean_floats(results) if results else {}, sample
+
+
+@torch.no_grad()
+def act(flags, actor, seed, free_buffers, buffers, weights):
+    """Fill buffers with rollouts, N at a time: an actor process.
+
+    Args:
+      seed: a list of ints, another one for each process.
+      free_buffers: yields indices [N] of buffers to fill, one for each environment.
+      buffers: as of create_buffers.
+      weights: SharedWeights.
+    """
+    N, T = flags.envs_per_actor, flags.unroll_length
+    randomness.seed_generators([*seed, 0])
+    environments = create_environments(flags, create_env, N, [*seed, 1], f"actor {actor}")
+    with contextlib.closing(environments):
+        model = Net(
+            environments.observation_space, environments.num_actions, **net_arguments(flags)
+        )
+        final_epsilon = final_epsilons(flags)[actor * N : (actor + 1) * N]
+        agent_state = model.initial_state(N)
+        row = environments.initial()
+        inputs = map_nest(lambda a: torch.from_numpy(a).unsqueeze(0), row)  # views: [1, N, ...]
+        rows = map_nest(torch.Tensor.numpy, buffers["rows"])
+        agent_output = {k: np.zeros_like(rows[k][:N, 0]) for k in rows.keys() - row.keys()}
+        is_first = True
+        for indices in free_buffers:
+            # With --deterministic the learner may publish sooner than this reads.
+            wanted = int(buffers["policy_version"][indices[0]]) if flags.deterministic else None
+            buffers["policy_version"][indices] = weights.load_into(model, wanted)
+            buffers["actor"][indices] = actor
+            buffers["is_first"][indices], is_first = is_first, False
+            buffers["environment"][indices] = actor * N + torch.arange(N)
+            epsilon = 1 + buffers["exploration"][indices[0]] * (final_epsilon - 1)
+            rollout_buffers.write_agent_state(buffers, indices, agent_state)
+            # Within one autocast weights are cast once; in inference mode they would be each time.
+            with devices.autocast(flags, torch.device("cpu")):
+                for t in range(T + 1):
+                    free_buffers.beat()
+                    if t > 0:  # row 0 is the last one of the rollout before
+                        outputs = devices.to_float32(model(inputs, agent_state))
+                        # Copies, since parts of it may lie in the row, which step overwrites.
+                        agent_output, agent_state = map_nest(torch.clone, outputs)
+                        action = agent_output["action"]
+                        agent_output["action"] = explore(action, model.num_actions, epsilon)
+                        agent_output = {k: v.squeeze(0).numpy() for k, v in agent_output.items()}
+                        environments.step(agent_output["action"])
+                    rollout_buffers.write_row(rows, indices, t, row | agent_output)
+
+
+def append_rollouts(buffers, feed, indices):
+    """Append the rollouts of full buffers to the replay."""
+    for m in indices:
+        rollout, state = map_nest(
+            lambda x, m=m: x[m].numpy(), (buffers["rows"], buffers["initial_agent_state"])
+        )
+        names = "environment", "is_first", "policy_version", "actor"
+        environment, is_first, version, actor = (buffers[name][m].item() for name in names)
+        feed.append(environment, rollout, state, is_first, version, actor)
+
+
+def release_buffers(flags, actors, buffers, learner, indices):
+    """Give buffers back to the actors, with how far the exploration has come."""
+    buffers["exploration"][indices] = min(1, learner.step / flags.epsilon_steps)
+    actors.release(indices)
+
+
+def write_replay(flags, actors, buffers, learner, feed):
+    """Append rollouts to the replay until the actors are closed: a thread."""
+    for indices in iter(lambda: actors.take(1), None):
+        append_rollouts(buffers, feed, indices)
+        feed.wait_to_play()
+        release_buffers(flags, actors, buffers, learner, indices)
+
+
+def take_turns(flags, actors, buffers, learner, feed):
+    """Yield what `feed.batches` does after one rollout of each environment, until closed."""
+    for indices in iter(lambda: actors.take(flags.num_actors * flags.envs_per_actor), None):
+        append_rollouts(buffers, feed, indices)
+        yield *feed.take_batch(), feed.count_due()
+        buffers["policy_version"][indices] = learner.weights.version
+        release_buffers(flags, actors, buffers, learner, indices)
+
+
+def learn_from_replay(flags, learner, target_model, batches, feed, run):
+    """Learn until the actors are closed or all steps are made: a learner thread."""
+    torch.set_num_threads(learner.num_threads)
+    for steps, batch, num_updates in run.follow(batches):
+        with learner.lock:
+            if run.stop.is_set():
+                return
+            progress = min(1, learner.step / flags.total_steps)
+            beta = flags.importance_exponent + progress * (1 - flags.importance_exponent)
+            metrics, sample = learn(
+                flags, learner.model, target_model, feed, learner.optimizer, num_updates, beta
+            )
+            learner.publish()
+            if not diagnostics.is_finite(metrics):  # to be saved and described
+                sampled = {f"sample.{name}": nest for name, nest in sample.rows.items()}
+                batch = batch._replace(
+                    cpu_rows=batch.cpu_rows | map_nest(torch.Tensor.cpu, sampled)
+                )
+            run.record(metrics | feed.metrics() | {"steps": steps}, batch)
+
+
+def create_replay(flags, rows, outputs, state, stack_size):
+    """Return the replay; refuse one that the memory has no room for."""
+    example = {name: rows[name] for name in REPLAY_KEYS}
+    if flags.use_lstm:
+        example |= {name: outputs[name] for name in ANSWER_KEYS}
+    priority = functools.partial(initial_priorities, flags) if flags.use_lstm else None
+    try:
+        replay = Replay(
+            map_nest(torch.Tensor.numpy, example),
+            map_nest(torch.Tensor.numpy, state),
+            flags.replay_capacity,
+            flags.num_actors * flags.envs_per_actor,
+            flags.unroll_length,
+            sequence_length=flags.burn_in + flags.sequence_length,
+            n_step=flags.n_step,
+            discounting=flags.discounting,
+            stack_size=stack_size,
+            reward_limit=1 if flags.reward_clipping == "abs_one" else np.inf,
+            alpha=flags.priority_exponent,
+            initial_priority=priority,
+            seed=flags.seed,
+        )
+    except ValueError as error:
+        raise FlagError(f"--replay_capacity is {flags.replay_capacity:,}: {error}") from None
+    needed, free = replay.count_bytes(), machine.count_memory()
+    if needed > free:
+        raise FlagError(
+            f"--replay_capacity {flags.replay_capacity:,} takes {needed / 2**30:.1f} GiB, but "
+            f"{free / 2**30:.1f} GiB of memory are free: lower it to "
+            f"{int(0.9 * flags.replay_capacity * free / needed):,}"
+        )
+    return replay
+
+
+def resolve(flags, observation_space, action_space, frames_per_step=1):
+    """Return the flags as this run uses them; refuse those that contradict each other."""
+    flags = argparse.Namespace(**vars(flags) | {"frames_per_step": frames_per_step})
+    if not isinstance(action_space, gym.spaces.Discrete):
+        raise FlagError(
+            f"the action space is {action_space}, but this needs a Discrete one: ppo.py and sac.py "
+            "take others"
+        )
+    for name, values in DEFAULTS.items():
+        if getattr(flags, name) is None:
+            setattr(flags, name, values[flags.use_lstm])
+    if not flags.use_lstm:
+        flags.burn_in, flags.sequence_length = 0, 1
+    if flags.value_rescaling and flags.num_atoms > 1:
+        raise FlagError("--value_rescaling rescales values, not distributions: add --num_atoms 1")
+    device = devices.get_device(flags)
+    flags.num_buffers = None
+    machine.choose_actors(flags, has_gpu=device.type == "cuda")  # num_actors, envs_per_actor
+    flags.num_buffers = 2 * flags.num_actors * flags.envs_per_actor
+    # Actors compute on the CPU.
+    is_image = nets.may_be_image(observation_space)
+    devices.choose_precision(flags, is_image, [device, torch.device("cpu")])
+    return flags
+
+
+def train(flags):
+    """Train until all steps are made or a signal comes; return the exit status."""
+    randomness.make_deterministic(flags)
+    randomness.seed_generators([flags.seed])
+    sample = Environments(lambda: create_env(flags), 1, [flags.seed, 0], "the environment")
+    with contextlib.closing(sample):
+        try_out(sample)
+        spaces, stack_size = (sample.observation_space, sample.action_space), sample.stack_size
+        flags = resolve(flags, *spaces, sample.frame_skip)
+    model, (rows, outputs, state) = nets.create_net(Net, *spaces, **net_arguments(flags))
+    replay = create_replay(flags, rows, outputs, state, max(1, stack_size))
+    weights = SharedWeights(model)
+    buffers = rollout_buffers.create_buffers(flags, rows, outputs, state)
+    for name, dtype in (
+        ("environment", torch.int64), ("is_first", torch.bool), ("exploration", torch.float32)
+    ):  # fmt: skip
+        buffers[name] = torch.zeros(flags.num_buffers, dtype=dtype).share_memory_()
+    torch.set_num_threads(max(1, machine.count_cores() - flags.num_actors))
+    optimizer, decay = create_optimizer(flags, model.to(devices.get_device(flags)))
+    learner = Learner(model, optimizer, decay, weights)
+    rollout_rows = flags.replay_ratio * flags.unroll_length
+    feed = ReplayFeed(
+        replay, flags.replay_ratio, flags.learning_starts,
+        rows_per_update=flags.batch_size * flags.sequence_length,
+        slack=rollout_rows * flags.num_actors * flags.envs_per_actor,
+    )  # fmt: skip
+
+    with Run(flags, learner) as run:
+        target_model = copy.deepcopy(model)
+        buffers["exploration"].fill_(min(1, run.first_step / flags.epsilon_steps))
+        buffers["policy_version"].fill_(weights.version)
+        if run.first_step:
+            logging.info(
+                "The replay is filled anew, and the target net is a copy of the net: learning goes "
+                f"on after {flags.learning_starts:,} steps"
+            )
+        context = fork_server.start_fork_server()
+        actors = Actors(flags, context, act, (buffers, weights), run.first_step)
+        with run.threads(on_exit=[actors.close, feed.close]) as threads:
+            arguments = flags, actors, buffers, learner, feed
+            if flags.deterministic:
+                batches = take_turns(*arguments)
+            else:
+                threads.start(write_replay, *arguments)
+                batches = feed.batches()
+            threads.start(learn_from_replay, flags, learner, target_model, batches, feed, run)
+            run.watch(actors)
+    return run.exit_status
+
+
+def main(argv=None):
+    flags = parse_flags(parser, argv)
+    if flags.mode == "train":
+        return train(flags)
+    evaluate.test(flags, create_env, functools.partial(Net, **net_arguments(flags)))
+    return 0
+
+
+if __name__ == "__main__":
+    run_program(main)
