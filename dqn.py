@@ -432,10 +432,7 @@ def learn(flags, model, target_model, feed, optimizer, num_updates, beta):
     """
     device, results, sample = next(model.parameters()).device, [], None
     for _ in range(num_updates):
-        sample = feed.replay.sample(flags.batch_size, beta)
-        handle = sample.handle
-        tensors = map_nest(torch.from_numpy, sample._replace(handle=())._asdict())
-        sample = sample._replace(**map_nest(lambda x: x.to(device), tensors))
+        sample = to_tensors(feed.replay.sample(flags.batch_size, beta), device)
         total_loss, metrics, priorities = compute_loss(flags, model, target_model, sample)
         optimizer.zero_grad()
         total_loss.backward()
@@ -447,7 +444,7 @@ def learn(flags, model, target_model, feed, optimizer, num_updates, beta):
         if not torch.isfinite(total_loss + grad_norm):
             return diagnostics.to_floats(metrics), sample
         optimizer.step()
-        feed.replay.update(handle, priorities.cpu().numpy())
+        feed.replay.update(sample.handle, priorities.cpu().numpy())
         if feed.num_updates % flags.target_interval == 0:
             target_model.load_state_dict(model.state_dict())
     return diagnostics.mean_floats(results) if results else {}, sample
@@ -554,6 +551,13 @@ def learn_from_replay(flags, learner, target_model, batches, feed, run):
                     cpu_rows=batch.cpu_rows | map_nest(torch.Tensor.cpu, sampled)
                 )
             run.record(metrics | feed.metrics() | {"steps": steps}, batch)
+
+
+def to_tensors(sample, device):
+    """Return a Sample of tensors on the device."""
+    fields = map_nest(torch.from_numpy, sample._replace(handle=())._asdict())
+    fields = map_nest(lambda x: x.to(device), fields) | {"handle": sample.handle}
+    return sample._replace(**fields)
 
 
 def create_replay(flags, rows, outputs, state, stack_size):

@@ -378,7 +378,8 @@ def play_and_learn(flags, learner, target_model, environments, feed, run):
 def to_tensors(sample, device):
     """Return a Sample of tensors on the device."""
     fields = map_nest(torch.from_numpy, sample._replace(handle=())._asdict())
-    return sample._replace(**map_nest(lambda x: x.to(device), fields))
+    fields = map_nest(lambda x: x.to(device), fields) | {"handle": sample.handle}
+    return sample._replace(**fields)
 
 
 def create_replay(flags, rows, state):

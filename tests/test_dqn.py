@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dqn.py against the definitions of its parts, and the program from the command line."""
+
+import copy
+import math
+import os
+import signal
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from deadline import Thread
+from program import ROOT, Program, column, last_step, load, read_rows, run
+
+import dqn
+from beast.errors import FlagError
+from beast.learners.replay import Replay
+from beast.learners.replay_feed import ReplayFeed
+
+BOX, ACTIONS = gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(3)
+SCRIPT = ROOT / "dqn.py"
+SMALL = "--num_actors 2 --envs_per_actor 2 --learning_starts 200 --replay_capacity 5000"
+
+
+def parse(arguments=""):
+    flags = dqn.parser.parse_args(["--disable_cuda", "--num_actors", "2", *arguments.split()])
+    return dqn.resolve(flags, BOX, ACTIONS)
+
+
+def create_nets(flags, seed=0):
+    torch.manual_seed(seed)
+    return [dqn.Net(BOX, 3, **dqn.net_arguments(flags)) for _ in range(2)]
+
+
+def make_sample(flags, B=6, seed=0):
+    """Return a Sample of tensors with random ends, as a Replay draws it."""
+    random = np.random.default_rng(seed)
+    L, n = flags.burn_in + flags.sequence_length, flags.n_step
+    T, num_rows = flags.unroll_length, 20 * (L + n)
+    num_rollouts = num_rows // T + 2
+    rows = {
+        "frame": random.normal(size=(num_rollouts * T + 1, 4)).astype(np.float32),
+        "reward": random.normal(size=num_rollouts * T + 1).astype(np.float32),
+        "done": random.random(num_rollouts * T + 1) < 0.15,
+        "truncated": random.random(num_rollouts * T + 1) < 0.1,
+        "terminated": random.random(num_rollouts * T + 1) < 0.05,
+        "last_action": random.integers(3, size=num_rollouts * T + 1),
+        "policy_logits": random.normal(size=(num_rollouts * T + 1, 3)).astype(np.float32),
+        "baseline": random.normal(size=num_rollouts * T + 1).astype(np.float32),
+    }
+    rows["done"][0] = True
+    model = create_nets(flags)[0]
+    state = tuple(s.numpy() for s in model.initial_state(1))
+    example = {name: x[None, :1] for name, x in rows.items()}
+    replay = Replay(
+        example, state, num_rollouts * T, 1, T, sequence_length=L, n_step=n,
+        discounting=flags.discounting, alpha=flags.priority_exponent, seed=seed,
+    )  # fmt: skip
+    for i in range(num_rollouts - 1):
+        part = slice(i * T, (i + 1) * T + 1)
+        new = tuple(random.normal(size=s.shape).astype(np.float32) for s in state)
+        replay.append(0, {name: x[part] for name, x in rows.items()}, new, first=i == 0)
+    sample = replay.sample(B)
+    return dqn.to_tensors(sample, torch.device("cpu"))._replace(
+        weights=torch.from_numpy(random.random(B).astype(np.float32))
+    )
+
+
+def values_of(model, sample, t, i):
+    """Return the values of row t of sequence i of a sample, by a net without an LSTM."""
+    inputs = {name: x[t, i][None, None] for name, x in sample.rows.items()}
+    return model(inputs, ())[0]["policy_logits"][0, 0].detach().double()
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("dueling", [False, True])
+def test_the_loss_is_that_of_a_loop_over_transitions(double, dueling):
+    switches = " --no_double" * (not double) + " --no_dueling" * (not dueling)
+    flags = parse(f"--num_atoms 1 --n_step 3{switches}")
+    (model, target), sample = create_nets(flags), make_sample(flags)
+    loss, metrics, priorities = dqn.compute_loss(flags, model, target, sample)
+    total, errors = 0.0, []
+    for i in range(6):
+        following = values_of(target, sample, 1, i)
+        choosing = values_of(model, sample, 1, i) if double else following
+        value = sample.returns[0, i] + sample.discounts[0, i] * following[choosing.argmax()]
+        error = float(value - values_of(model, sample, 0, i)[sample.actions[0, i]])
+        errors.append(abs(error))
+        huber = 0.5 * error**2 if abs(error) < 1 else abs(error) - 0.5
+        total += float(sample.weights[i]) * huber / 6
+    assert loss.item() == pytest.approx(total, rel=1e-5)
+    assert priorities.tolist() == pytest.approx(errors, rel=1e-4)
+    assert metrics["mean_error"].item() == pytest.approx(np.mean(errors), rel=1e-4)
+
+
+def test_a_dueling_net_adds_advantages_whose_mean_is_zero():
+    flags = parse("--num_atoms 1")
+    model, _ = create_nets(flags)
+    inputs = {"frame": torch.randn(2, 3, 4), "done": torch.zeros(2, 3, dtype=torch.bool)}
+    values = model(inputs, ())[0]["policy_logits"]
+    expected = model.value(model.trunk(inputs["frame"].flatten(0, 1))).view(2, 3)
+    torch.testing.assert_close(values.mean(dim=-1), expected)
+
+
+def test_the_projection_is_that_of_a_loop_over_atoms():
+    torch.manual_seed(0)
+    support = torch.linspace(-10, 10, 51, dtype=torch.float64)
+    returns, discounts = 6 * torch.randn(7, dtype=torch.float64), torch.rand(7).double()
+    probabilities = torch.randn(7, 51, dtype=torch.float64).softmax(dim=-1)
+    projected = dqn.project(returns, discounts, probabilities, support)
+    expected = torch.zeros(7, 51, dtype=torch.float64)
+    for i in range(7):
+        for j in range(51):
+            atom = float((returns[i] + discounts[i] * support[j]).clamp(-10, 10))
+            place = (atom + 10) / 0.4
+            below = min(int(place), 49)
+            expected[i, below] += probabilities[i, j] * (1 - (place - below))
+            expected[i, below + 1] += probabilities[i, j] * (place - below)
+    torch.testing.assert_close(projected, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(projected.sum(dim=-1), torch.ones(7).double(), rtol=0, atol=1e-13)
+    inside = returns.abs() + discounts * 10 < 10  # where nothing is cut off, the mean is kept
+    mean = returns + discounts * (probabilities * support).sum(dim=-1)
+    assert inside.any()
+    torch.testing.assert_close(((projected * support).sum(dim=-1))[inside], mean[inside])
+
+
+def test_the_categorical_loss_and_priorities_are_their_definitions():
+    flags = parse()
+    (model, target), sample = create_nets(flags), make_sample(flags)
+    loss, _, priorities = dqn.compute_loss(flags, model, target, sample)
+    total = 0.0
+    for i in range(6):
+        inputs = [{k: x[t, i][None, None] for k, x in sample.rows.items()} for t in range(2)]
+        best = model.compute_values(model.compute_logits(inputs[1], ())[0])[0, 0].argmax()
+        following = target.compute_logits(inputs[1], ())[0][0, 0, best].softmax(dim=-1)
+        goal = dqn.project(sample.returns[0, i], sample.discounts[0, i], following, model.support)
+        taken = model.compute_logits(inputs[0], ())[0][0, 0, sample.actions[0, i]]
+        log_taken = taken.log_softmax(dim=-1)
+        total -= (sample.weights[i] * (goal * log_taken).sum()).item() / 6
+        divergence = torch.where(goal > 0, goal * (goal.log() - log_taken), 0).sum().item()
+        assert priorities[i].item() == pytest.approx(divergence, rel=1e-3)
+    assert loss.item() == pytest.approx(total, rel=1e-5)
+
+
+def test_rescaling_is_inverted_to_float32():
+    x = torch.cat([torch.linspace(-1, 1, 2001), torch.logspace(-6, 5, 500)])
+    x = torch.cat([x, -x])
+    torch.testing.assert_close(dqn.unscale(dqn.rescale(x)), x, rtol=2e-6, atol=1e-6)
+    exact = x.double()
+    exact = exact.sign() * ((exact.abs() + 1).sqrt() - 1) + 1e-3 * exact
+    torch.testing.assert_close(dqn.rescale(x).double(), exact, rtol=1e-6, atol=1e-7)
+    ordered = dqn.rescale(x.sort().values)
+    assert (ordered.diff() >= 0).all() and torch.equal(dqn.rescale(-x), -dqn.rescale(x))
+
+
+RECURRENT = "--use_lstm --burn_in 10 --sequence_length 8 --n_step 2 --unroll_length 5"
+
+
+def test_burn_in_brings_the_state_up_to_date_without_a_gradient():
+    flags = parse(RECURRENT)
+    (model, target), sample = create_nets(flags), make_sample(flags)
+    rows = dict(sample.rows)
+    rows["frame"] = rows["frame"].clone().requires_grad_()
+    state = tuple(s.clone().requires_grad_() for s in sample.agent_state)
+    loss, _, _ = dqn.compute_loss(
+        flags, model, target, sample._replace(rows=rows, agent_state=state)
+    )
+    loss.backward()
+    gradient = rows["frame"].grad.abs().sum(dim=(1, 2))
+    assert (gradient[:10] == 0).all() and (gradient[10:18] > 0).all() and (gradient[18:] == 0).all()
+    assert all(s.grad is None for s in state)
+    logits = dqn.run_net(flags, model, sample.rows, sample.agent_state, 10, 18)
+    whole, _ = model.compute_logits(sample.rows, sample.agent_state)
+    torch.testing.assert_close(logits, whole[10:])
+
+
+def test_an_end_within_a_sequence_hides_what_comes_after_it():
+    flags = parse(RECURRENT)
+    (model, _), sample = create_nets(flags), make_sample(flags)
+    done = sample.rows["done"].clone()
+    done[:] = False
+    done[14] = True
+    sample = sample._replace(rows=sample.rows | {"done": done})
+    before = dqn.run_net(flags, model, sample.rows, sample.agent_state, 10, 18)
+    frame = sample.rows["frame"].clone()
+    frame[13] += 1
+    changed = sample.rows | {"frame": frame}
+    after = dqn.run_net(flags, model, changed, sample.agent_state, 10, 18)
+    assert torch.equal(before[:3], after[:3]) and not torch.equal(before[3], after[3])
+    assert torch.equal(before[4:], after[4:])
+
+
+def test_the_recurrent_loss_is_that_of_a_loop_over_rows():
+    flags = parse(RECURRENT + " --value_rescaling")
+    (model, target), sample = create_nets(flags), make_sample(flags)
+    loss, _, priorities = dqn.compute_loss(flags, model, target, sample)
+    logits = [
+        net.compute_values(net.compute_logits(sample.rows, sample.agent_state)[0]).detach()
+        for net in (model, target)
+    ]
+    losses, count, errors = 0.0, 0, [[] for _ in range(6)]
+    for i in range(6):
+        for t in range(10, 18):
+            if not sample.mask[t, i]:
+                continue
+            end = sample.bootstrap[t, i]
+            best = logits[0][end, i].argmax()
+            value = dqn.unscale(logits[1][end, i, best])
+            goal = dqn.rescale(sample.returns[t, i] + sample.discounts[t, i] * value)
+            error = abs(float(goal - logits[0][t, i, sample.actions[t, i]]))
+            losses += float(sample.weights[i]) * (0.5 * error**2 if error < 1 else error - 0.5)
+            errors[i].append(error)
+            count += 1
+    assert loss.item() == pytest.approx(losses / count, rel=1e-4)
+    expected = [0.9 * max(e) + 0.1 * np.mean(e) for e in errors]
+    assert priorities.tolist() == pytest.approx(expected, rel=1e-3)
+
+
+def test_first_priorities_are_of_what_the_actors_computed():
+    flags = parse(RECURRENT)
+    sample = make_sample(flags)
+    answers = {name: torch.roll(x, -1, 0).numpy() for name, x in sample.rows.items()}
+    parts = (x.numpy() for x in (sample.returns, sample.discounts, sample.bootstrap, sample.mask))
+    priorities = dqn.initial_priorities(flags, answers, *parts)
+    for i in range(6):
+        errors = []
+        for t in range(10, 18):
+            if sample.mask[t, i]:
+                value = answers["baseline"][sample.bootstrap[t, i], i]
+                taken = answers["policy_logits"][t, i, answers["last_action"][t, i]]
+                target = sample.returns[t, i] + sample.discounts[t, i] * value
+                errors.append(abs(float(target - taken)))
+        assert priorities[i] == pytest.approx(0.9 * max(errors) + 0.1 * np.mean(errors), rel=1e-4)
+
+
+def test_epsilons_are_those_of_their_flags():
+    assert dqn.final_epsilons(parse("--envs_per_actor 2")).tolist() == pytest.approx([0.01] * 4)
+    recurrent = dqn.final_epsilons(parse("--use_lstm --envs_per_actor 4"))
+    assert recurrent[0].item() == pytest.approx(0.4)
+    assert recurrent[-1].item() == pytest.approx(0.4**8)
+    given = dqn.final_epsilons(parse("--use_lstm --final_epsilon 0.2 --envs_per_actor 1"))
+    assert given.tolist() == pytest.approx([0.2] * 2)
+    torch.manual_seed(0)
+    action = torch.zeros(100_000, 2, dtype=torch.int64)
+    explored = dqn.explore(action, 4, torch.tensor([0.0, 0.4]))
+    assert not explored[:, 0].any()
+    assert (explored[:, 1] != 0).double().mean().item() == pytest.approx(0.3, abs=0.01)
+
+
+class Feeding:
+    """A Replay whose samples are counted: enough of one for a ReplayFeed."""
+
+    num_rows = 0
+
+    def append(self, env, rollout, state, is_first):
+        self.num_rows += len(rollout["done"]) - 1
+
+    def can_sample(self):
+        return self.num_rows > 0
+
+    def __len__(self):
+        return self.num_rows
+
+
+def make_rollout(T=10):
+    rollout = {name: np.zeros(T + 1, bool) for name in ("done", "truncated", "terminated")}
+    rollout |= {name: np.zeros(T + 1) for name in ("episode_return", "game_return")}
+    return rollout | {"game_done": np.zeros(T + 1, bool)}
+
+
+@pytest.mark.parametrize("slow", ["actors", "learner"])
+def test_both_sides_are_held_to_the_replay_ratio(slow):
+    feed = ReplayFeed(Feeding(), ratio=3.0, learning_starts=100, rows_per_update=32, slack=64)
+    turns = iter(range(10**9))
+
+    def write():
+        for _ in range(500):
+            if slow == "actors":
+                while next(turns) % 3:
+                    pass
+            feed.append(0, make_rollout(), (), False, 0, 0)
+            feed.wait_to_play()
+
+    def learn():
+        steps = 0
+        for new, _, num_updates in feed.batches():
+            steps += new
+            for _ in range(num_updates):
+                feed.count_update()
+            if steps == 5000 and not feed.count_due():
+                return steps
+
+    writer, learner = Thread(write), Thread(learn)
+    assert learner.result() == 5000
+    writer.result()
+    assert feed.num_updates == 3 * 4900 // 32
+    assert feed.metrics()["replay_ratio"] == pytest.approx(3, rel=0.01)
+
+
+def test_waits_for_the_other_side_end_when_closed():
+    feed = ReplayFeed(Feeding(), ratio=1.0, learning_starts=0, rows_per_update=32, slack=0)
+    feed.append(0, make_rollout(64), (), True, 0, 0)
+    writer = Thread(feed.wait_to_play)
+    writer.assert_blocked()
+    waiting = ReplayFeed(Feeding(), ratio=1.0, learning_starts=0, rows_per_update=32, slack=0)
+    learner = Thread(lambda: list(waiting.batches()))
+    learner.assert_blocked()
+    feed.close()
+    waiting.close()
+    assert writer.result() is None and learner.result() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "actions", "message"),
+    [("--value_rescaling", ACTIONS, "--value_rescaling .* add --num_atoms 1"),
+     ("", gym.spaces.Box(-1, 1, (2,)), "needs a Discrete one: ppo.py and sac.py")],
+)  # fmt: skip
+def test_what_does_not_fit_together_is_refused(arguments, actions, message):
+    with pytest.raises(FlagError, match=message):
+        dqn.resolve(dqn.parser.parse_args(arguments.split()), BOX, actions)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [("--replay_capacity 1000000000000", r"--replay_capacity 1,000.* takes .* GiB, but .* free"),
+     ("--use_lstm --replay_capacity 300", r"--replay_capacity is 300: .*at least \d+"),
+     ("--env Pendulum-v1", "the action space is Box.*needs a Discrete one")],
+)  # fmt: skip
+def test_a_replay_that_cannot_be_is_refused_before_the_start(arguments, message, tmp_path):
+    where = f"--env CartPole-v1 --savedir {tmp_path} --xpid run {SMALL} {arguments}"
+    with pytest.raises(FlagError, match=message):
+        dqn.main(where.split())
+    assert not (tmp_path / "run").exists()
+
+
+def play_chain(num_states=5):
+    """Return rows of random play on a chain: 1 goes right, 0 left; the last state ends it."""
+    random, state, rows = np.random.default_rng(0), 0, []
+    rows.append({"state": 0, "reward": 0.0, "done": True, "last_action": 0})
+    for _ in range(4000):
+        action = int(random.integers(2))
+        state = max(0, state + (1 if action else -1))
+        ends = state == num_states - 1
+        reward = 1.0 if ends else 0.0
+        state = 0 if ends else state
+        rows.append({"state": state, "reward": reward, "done": ends, "last_action": action})
+    return rows
+
+
+@pytest.mark.parametrize("arguments", ["--num_atoms 1 --n_step 1", "--n_step 1 --value_range 2"])
+def test_values_of_a_chain_are_those_of_dynamic_programming(arguments):
+    flags = parse(f"{arguments} --discounting 0.9 --learning_rate 0.01 --target_interval 20")
+    rows, states = play_chain(), 5
+    space = gym.spaces.Discrete(states)
+    torch.manual_seed(0)
+    model = dqn.Net(space, 2, **dqn.net_arguments(flags))
+    target, T = copy.deepcopy(model), flags.unroll_length
+    arrays = {
+        "frame": np.array([row["state"] for row in rows]),
+        **{k: np.array([row[k] for row in rows]) for k in ("reward", "done", "last_action")},
+        "truncated": np.zeros(len(rows), bool), "terminated": np.zeros(len(rows), bool),
+    }  # fmt: skip
+    example = {name: x[None, :1] for name, x in arrays.items()}
+    replay = Replay(
+        example, (), 4000, 1, T, n_step=1, discounting=0.9, alpha=flags.priority_exponent
+    )
+    for i in range(4000 // T):
+        part = {name: x[i * T : (i + 1) * T + 1] for name, x in arrays.items()}
+        replay.append(0, part, (), first=i == 0)
+    feed = ReplayFeed(replay, 1.0, 0, 32, 0)
+    optimizer, _ = dqn.create_optimizer(flags, model)
+    dqn.learn(flags, model, target, feed, optimizer, 1500, beta=1.0)
+    inputs = {"frame": torch.arange(4)[None], "done": torch.zeros(1, 4, dtype=torch.bool)}
+    values = model(inputs, ())[0]["policy_logits"][0].detach()
+    expected = torch.zeros(4, 2)
+    for _ in range(200):
+        best = torch.cat([expected.max(dim=1).values, torch.zeros(1)])
+        left = 0.9 * best[[0, 0, 1, 2]]
+        right = torch.tensor([0.0, 0, 0, 1]) + 0.9 * best[1:]
+        expected = torch.stack([left, right], dim=1)
+    torch.testing.assert_close(values, expected, rtol=0, atol=0.02)
+
+
+def train(folder, name, *arguments):
+    where = ("--xpid", name, "--savedir", folder)
+    status, output = run(SCRIPT, "--env CartPole-v1", SMALL, *arguments, *where)
+    assert status == 0, output
+    return read_rows(folder / name), load(folder / name / "model.tar")["model_state_dict"]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("recurrent", ["", "--use_lstm --burn_in 10 --sequence_length 20"])
+def test_deterministic_runs_are_the_same_and_resume(tmp_path, recurrent):
+    arguments = f"--deterministic --seed 3 --unroll_length 10 --batch_size 8 {recurrent}"
+    outcomes = [train(tmp_path, n, f"{arguments} --total_steps 1500") for n in ("one", "two")]
+    (rows, weights), (_, others) = outcomes
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert last_step(tmp_path / "one") >= 1500 and float(rows[-1]["policy_lag_max"]) <= 1
+    ratio = 2 if recurrent else 4
+    assert column(rows, "replay_ratio")[-1] == pytest.approx(ratio, rel=0.05)
+    status, output = run(
+        SCRIPT, "--xpid one --total_steps 2500 --savedir", tmp_path
+    )  # with all other flags of before
+    assert status == 0 and "The replay is filled anew" in output
+    assert last_step(tmp_path / "one") >= 2500
+    status, output = run(SCRIPT, "--mode test --num_episodes 2 --xpid one --savedir", tmp_path)
+    assert status == 0 and "2 games: mean return" in output
+
+
+@pytest.mark.whole
+def test_cartpole_is_learned_though_an_actor_is_killed(tmp_path):
+    arguments = f"--env CartPole-v1 {SMALL} --seed 1 --total_steps 1000000 --batch_size 64"
+    arguments += " --value_range 100 --target_interval 100 --epsilon_steps 5000 --xpid run"
+    arguments += " --learning_rate 1e-3 --learning_starts 1000 --replay_capacity 50000"
+    with Program(SCRIPT, arguments, "--savedir", tmp_path) as program:
+        program.wait_until(lambda: last_step(tmp_path / "run") > 2000)
+        victim = sorted(program.members("forkserver"))[1]
+        os.kill(victim, signal.SIGKILL)
+        program.wait_until(lambda: "died and is replaced" in program.output)
+
+        def returns():
+            return column(read_rows(tmp_path / "run"), "mean_episode_return")
+
+        program.wait_until(lambda: max(returns(), default=0) > 150)  # a random player has 22
+        os.kill(program.pid, signal.SIGTERM)
+        status, output = program.end()
+        program.wait_for_members()
+    assert status == 128 + signal.SIGTERM and "To go on" in output
+    assert not math.isnan(returns()[-1])

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sac.py against the definitions of its parts, and the program from the command line."""
+
+import copy
+import math
+import os
+import signal
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from program import ROOT, Program, last_step, load, read_rows, run
+from torch import nn
+
+import sac
+from beast.errors import FlagError
+from beast.learners.replay import Handle, Sample
+
+BOX, ACTIONS = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Box(-1, 1, (2,))
+SCRIPT = ROOT / "sac.py"
+B = 8
+
+
+def parse(arguments=""):
+    return sac.resolve(sac.parser.parse_args(arguments.split()), BOX, ACTIONS)
+
+
+def create_nets(flags, seed=0):
+    torch.manual_seed(seed)
+    return [sac.Net(BOX, 2, **sac.net_arguments(flags)) for _ in range(2)]
+
+
+def make_sample(seed=0):
+    random = torch.Generator().manual_seed(seed)
+    frame = torch.randn(2, B, 3, generator=random)
+    discounts = torch.full((1, B), 0.99)
+    discounts[0, :3] = 0  # ends
+    return Sample(
+        rows={"frame": frame},
+        actions=torch.rand(1, B, 2, generator=random) * 2 - 1,
+        returns=torch.randn(1, B, generator=random),
+        discounts=discounts,
+        bootstrap=torch.ones(1, B, dtype=torch.int64),
+        mask=torch.ones(1, B, dtype=torch.bool),
+        agent_state=(),
+        weights=torch.ones(B),
+        handle=Handle(np.zeros(B, np.int64), np.arange(B)),
+    )
+
+
+def test_critics_are_as_many_perceptrons():
+    critics = sac.Critics(3, 5, 16)
+    x, action = torch.randn(B, 3), torch.randn(B, 2)
+    values = critics(x, action)
+    for j in range(3):
+        y = torch.cat([x, action], dim=1)
+        for i in range(3):
+            layer = nn.Linear(*critics.weights[i][j].shape)
+            layer.weight.data, layer.bias.data = critics.weights[i][j].T, critics.biases[i][j, 0]
+            y = layer(y.relu() if i else y)
+        torch.testing.assert_close(values[j], y[:, 0])
+    assert not torch.allclose(values[0], values[1])
+
+
+@pytest.mark.parametrize(("mean", "log_std"), [(0.0, 0.0), (1.5, -2.0), (-20.0, -1.0), (20.0, 2.0)])
+def test_densities_of_actions_are_those_of_torch(mean, log_std):
+    outputs = torch.tensor([[mean, log_std]], dtype=torch.float64).expand(1000, 2)
+    torch.manual_seed(0)
+    action, log_prob = sac.sample_action(outputs)
+    torch.manual_seed(0)
+    u = mean + math.exp(log_std) * torch.randn(1000, 1, dtype=torch.float64)
+    torch.testing.assert_close(action, u.tanh())
+    normal = torch.distributions.Normal(mean, math.exp(log_std))
+    tanh = torch.distributions.TanhTransform(cache_size=1)
+    squashed = torch.distributions.TransformedDistribution(normal, [tanh])
+    expected = squashed.log_prob(tanh(u))[:, 0]
+    torch.testing.assert_close(log_prob, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_density_of_actions_integrates_to_one():
+    actions = torch.linspace(-1 + 1e-6, 1 - 1e-6, 200_001, dtype=torch.float64)
+    u = actions.atanh()
+    normal = torch.distributions.Normal(0.5, 0.8).log_prob(u)
+    slope = 2 * (math.log(2) - u - nn.functional.softplus(-2 * u))
+    density = (normal - slope).exp()
+    assert torch.trapezoid(density, actions).item() == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", sac.ALGORITHMS)
+def test_the_critics_loss_is_that_of_a_loop_over_transitions(algorithm):
+    flags, sample = parse(f"--algorithm {algorithm}"), make_sample()
+    model, target = create_nets(flags)
+    x, next_x = sample.rows["frame"]
+    arguments = sample.actions[0], next_x, sample.returns[0], sample.discounts[0]
+    torch.manual_seed(5)
+    loss, _ = sac.compute_critic_loss(flags, model, target, x, *arguments)
+    torch.manual_seed(5)
+    if algorithm == "sac":
+        action, log_prob = sac.sample_action(model.actor(next_x))
+        bonus = -model.log_alpha.exp() * log_prob
+    else:
+        noise = flags.target_noise * torch.randn(B, 2)
+        assert algorithm == "ddpg" or noise.abs().max() < 0.7
+        action = (target.actor(next_x).tanh() + noise.clamp(-0.5, 0.5)).clamp(-1, 1)
+        bonus = torch.zeros(B)
+    total = 0.0
+    assert len(target.critics(next_x, action)) == (1 if algorithm == "ddpg" else 2)
+    for i in range(B):
+        value = min(c[i].item() for c in target.critics(next_x, action)) + bonus[i].item()
+        y = sample.returns[0, i].item() + sample.discounts[0, i].item() * value
+        for c in model.critics(x, sample.actions[0]):
+            total += 0.5 * (y - c[i].item()) ** 2 / B
+    assert loss.item() == pytest.approx(total, rel=1e-5)
+
+
+def changed(before, after):
+    return {n.split(".")[0] for n in before if not torch.equal(before[n], after[n])}
+
+
+@pytest.mark.parametrize("algorithm", sac.ALGORITHMS)
+def test_each_loss_moves_its_own_parameters(algorithm):
+    flags, sample = parse(f"--algorithm {algorithm}"), make_sample()
+    model, target = create_nets(flags)
+    optimizers, _ = sac.create_optimizers(flags, model)
+    before, targets = copy.deepcopy(model.state_dict()), copy.deepcopy(target.state_dict())
+    sac.learn(flags, model, target, sample, optimizers, num_updates=0)
+    if algorithm == "td3":  # the actor follows at every other update
+        assert changed(before, model.state_dict()) == {"critics"}
+        assert not changed(targets, target.state_dict())
+        sac.learn(flags, model, target, sample, optimizers, num_updates=1)
+    moved = {"critics", "actor"} | ({"log_alpha"} if algorithm == "sac" else set())
+    assert changed(before, model.state_dict()) == moved
+    for name, value in target.state_dict().items():
+        expected = torch.lerp(targets[name], model.state_dict()[name], flags.target_rate)
+        torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.parametrize("algorithm", sac.ALGORITHMS)
+def test_the_actor_climbs_the_value_and_leaves_critics_alone(algorithm):
+    flags, sample = parse(f"--algorithm {algorithm}"), make_sample()
+    model, _ = create_nets(flags)
+    x = sample.rows["frame"][0]
+    torch.manual_seed(0)
+    loss, log_prob = sac.compute_actor_loss(model, x)
+    torch.manual_seed(0)
+    if algorithm == "sac":
+        action, densities = sac.sample_action(model.actor(x))
+        value = model.critics(x, action).amin(dim=0) - densities  # alpha is 1
+        assert log_prob.item() == pytest.approx(densities.mean().item())
+    else:
+        value = model.critics(x, model.actor(x).tanh())[0]
+    assert loss.item() == pytest.approx(-value.mean().item(), rel=1e-5)
+    loss.backward(inputs=list(model.actor.parameters()))
+    assert all(p.grad is None for p in [*model.critics.parameters(), model.log_alpha])
+
+
+@pytest.mark.parametrize(("target_entropy", "rises"), [(-100.0, False), (100.0, True)])
+def test_alpha_rises_where_the_entropy_is_too_low(target_entropy, rises):
+    flags, sample = parse(f"--target_entropy={target_entropy}"), make_sample()
+    model, target = create_nets(flags)
+    optimizers, _ = sac.create_optimizers(flags, model)
+    sac.learn(flags, model, target, sample, optimizers, num_updates=0)
+    assert (model.log_alpha.item() > 0) == rises
+
+
+def test_the_value_of_a_linear_system_is_riccatis():
+    """x' = x + a, reward -(x^2 + a^2), discount 0.9: the best value is -p x^2 (DDPG's actor)."""
+    p = 1.0
+    for _ in range(200):
+        p = 1 + 0.9 * p / (1 + 0.9 * p)
+    gain = 0.9 * p / (1 + 0.9 * p)  # the best action is -gain * x
+    flags = parse("--algorithm ddpg --target_rate 0.05")
+    torch.manual_seed(0)
+    space = gym.spaces.Box(-1, 1, (1,))
+    model = sac.Net(space, 1, **sac.net_arguments(flags))
+    target = copy.deepcopy(model)
+    optimizers, _ = sac.create_optimizers(flags, model)
+    for i in range(1500):
+        x, action = torch.rand(256, 1) * 2 - 1, torch.rand(1, 256, 1) * 2 - 1
+        following = x + action[0]
+        sample = make_sample()._replace(
+            rows={"frame": torch.stack([x, following])},
+            actions=action,
+            returns=-(x.square() + action[0].square()).T,
+            discounts=torch.full((1, 256), 0.9),
+        )
+        sac.learn(flags, model, target, sample, optimizers, i)
+    x = torch.linspace(-0.8, 0.8, 9)[:, None]
+    with torch.no_grad():
+        best = model.actor(x).tanh()
+        values = model.critics(x, best)[0]
+    torch.testing.assert_close(best, -gain * x, rtol=0, atol=0.08)
+    torch.testing.assert_close(values, -p * x[:, 0].square(), rtol=0, atol=0.08)
+
+
+@pytest.mark.parametrize(
+    ("observations", "actions", "message"),
+    [(BOX, gym.spaces.Discrete(2), "needs a bounded Box: dqn.py takes Discrete"),
+     (gym.spaces.Box(0, 255, (3, 96, 96), np.uint8), ACTIONS, "observations are images")],
+)  # fmt: skip
+def test_spaces_it_does_not_take_are_refused(observations, actions, message):
+    with pytest.raises(FlagError, match=message):
+        sac.resolve(sac.parser.parse_args([]), observations, actions)
+
+
+SMALL = "--env Pendulum-v1 --learning_starts 100 --batch_size 32 --replay_ratio 32"
+
+
+def train(folder, name, *arguments):
+    status, output = run(SCRIPT, SMALL, *arguments, "--xpid", name, "--savedir", folder)
+    assert status == 0, output
+    return read_rows(folder / name), load(folder / name / "model.tar")["model_state_dict"]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("algorithm", sac.ALGORITHMS)
+def test_deterministic_runs_are_the_same_and_resume(tmp_path, algorithm):
+    arguments = f"--deterministic --seed 3 --algorithm {algorithm} --num_envs 2"
+    outcomes = [train(tmp_path, n, f"{arguments} --total_steps 500") for n in ("one", "two")]
+    (_, weights), (_, others) = outcomes
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    arguments = "--total_steps 900 --num_env_processes 2"
+    status, output = run(SCRIPT, "--xpid one --savedir", tmp_path, arguments)
+    assert status == 0 and "The replay is filled anew" in output, output
+    assert last_step(tmp_path / "one") >= 900
+    status, output = run(SCRIPT, "--mode test --num_episodes 2 --xpid one --savedir", tmp_path)
+    assert status == 0 and "2 games: mean return" in output
+
+
+@pytest.mark.whole
+def test_a_run_survives_a_killed_process_and_ends_on_sigterm(tmp_path):
+    arguments = f"{SMALL} --seed 1 --total_steps 1000000 --num_envs 2 --num_env_processes 2"
+    with Program(SCRIPT, arguments, "--xpid run --savedir", tmp_path) as program:
+        program.wait_until(lambda: last_step(tmp_path / "run") > 200)
+        os.kill(sorted(program.members("forkserver"))[1], signal.SIGKILL)
+        program.wait_until(lambda: "died and is replaced" in program.output)
+        before = last_step(tmp_path / "run")
+        program.wait_until(lambda: last_step(tmp_path / "run") > before + 200)
+        os.kill(program.pid, signal.SIGTERM)
+        status, output = program.end()
+        program.wait_for_members()
+    assert status == 128 + signal.SIGTERM and "To go on" in output
