@@ -561,13 +561,12 @@ def to_tensors(sample, device):
 
 
 def create_replay(flags, rows, outputs, state, stack_size):
-    """Return the replay; refuse one that the memory has no room for."""
     example = {name: rows[name] for name in REPLAY_KEYS}
     if flags.use_lstm:
         example |= {name: outputs[name] for name in ANSWER_KEYS}
     priority = functools.partial(initial_priorities, flags) if flags.use_lstm else None
     try:
-        replay = Replay(
+        return Replay(
             map_nest(torch.Tensor.numpy, example),
             map_nest(torch.Tensor.numpy, state),
             flags.replay_capacity,
@@ -584,14 +583,6 @@ def create_replay(flags, rows, outputs, state, stack_size):
         )
     except ValueError as error:
         raise FlagError(f"--replay_capacity is {flags.replay_capacity:,}: {error}") from None
-    needed, free = replay.count_bytes(), machine.count_memory()
-    if needed > free:
-        raise FlagError(
-            f"--replay_capacity {flags.replay_capacity:,} takes {needed / 2**30:.1f} GiB, but "
-            f"{free / 2**30:.1f} GiB of memory are free: lower it to "
-            f"{int(0.9 * flags.replay_capacity * free / needed):,}"
-        )
-    return replay
 
 
 def resolve(flags, observation_space, action_space, frames_per_step=1):

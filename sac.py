@@ -47,7 +47,6 @@ from beast.learners.replay import Replay
 from beast.learners.replay_feed import ReplayFeed
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
-from beast.processes import machine
 from beast.runs import diagnostics, evaluate, randomness
 from beast.runs.run import Run
 from libtorchbeast.rows import draw_seeds
@@ -383,22 +382,14 @@ def to_tensors(sample, device):
 
 
 def create_replay(flags, rows, state):
-    """Return the replay; refuse one that the memory has no room for."""
     example = {name: map_nest(torch.Tensor.numpy, rows[name]) for name in REPLAY_KEYS}
     try:
-        replay = Replay(
+        return Replay(
             example, state, flags.replay_capacity, flags.num_envs, unroll_length=1,
             discounting=flags.discounting, seed=flags.seed,
         )  # fmt: skip
     except ValueError as error:
         raise FlagError(f"--replay_capacity is {flags.replay_capacity:,}: {error}") from None
-    needed, free = replay.count_bytes(), machine.count_memory()
-    if needed > free:
-        raise FlagError(
-            f"--replay_capacity {flags.replay_capacity:,} takes {needed / 2**30:.1f} GiB, but "
-            f"{free / 2**30:.1f} GiB of memory are free: lower it"
-        )
-    return replay
 
 
 def resolve(flags, observation_space, action_space, frames_per_step=1):

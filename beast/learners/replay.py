@@ -25,8 +25,10 @@ import numpy as np
 
 from beast.learners.sum_tree import SumTree
 from beast.nest import map_nest
+from beast.processes.machine import count_memory
 
 SMALLEST_PRIORITY = 1e-6  # a priority of 0 would never be drawn, and so never be updated
+OTHER_BYTES = 18  # of a row: in the sum tree, and flags
 # How the stack of a row begins: it goes on from the row before; or an episode begins, before whose
 # first frame there are copies of it (atari_wrappers.py) or zeros (ale-py's vector environment).
 CONTINUES, REPEATS, ZEROS = range(3)
@@ -94,6 +96,7 @@ class Replay:
                 f"sequences of {sequence_length} rows, returns of {n_step} steps and rollouts of "
                 f"{unroll_length} need {least}: give it a capacity of at least {least * num_envs}"
             )
+        _check_memory(example_row, num_envs * self.capacity, stack_size)
         self._discounting, self._reward_limit = discounting, reward_limit
         self._alpha, self._initial_priority = alpha, initial_priority
         places = num_envs * self.capacity
@@ -315,6 +318,20 @@ class Replay:
         if (zeros := np.take_along_axis(begins, nearest, axis=-1) == ZEROS).any():
             stacks[zeros & (back > nearest)] = 0
         return stacks.reshape(*numbers.shape[:-1], -1, *frames.shape[2:])
+
+
+def _check_memory(rows, num_rows, stack_size):
+    """Refuse a replay that the memory has no room for; agent states, which are few, aside."""
+    sizes = {name: [] for name in rows}
+    for name, nest in rows.items():
+        map_nest(lambda x, name=name: sizes[name].append(np.asarray(x)[0, 0].nbytes), nest)
+    row_bytes = sum(sum(s) / (stack_size if n == "frame" else 1) for n, s in sizes.items())
+    needed, free = (row_bytes + OTHER_BYTES) * num_rows, count_memory()
+    if needed > free:
+        raise ValueError(
+            f"the replay takes {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB of memory are "
+            f"free: give it a capacity of at most {int(0.9 * num_rows * free / needed):,}"
+        )
 
 
 def _classify(frames, begins):
