@@ -53,7 +53,7 @@ from beast.learners import devices, nets
 from beast.learners.learner import Learner
 from beast.learners.normalizer import OneHot, flatten
 from beast.learners.replay import Replay
-from beast.learners.replay_feed import ReplayFeed
+from beast.learners.replay_feed import ReplayFeed, to_tensors
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
 from beast.processes import fork_server, machine
@@ -551,13 +551,6 @@ def learn_from_replay(flags, learner, target_model, batches, feed, run):
                     cpu_rows=batch.cpu_rows | map_nest(torch.Tensor.cpu, sampled)
                 )
             run.record(metrics | feed.metrics() | {"steps": steps}, batch)
-
-
-def to_tensors(sample, device):
-    """Return a Sample of tensors on the device."""
-    fields = map_nest(torch.from_numpy, sample._replace(handle=())._asdict())
-    fields = map_nest(lambda x: x.to(device), fields) | {"handle": sample.handle}
-    return sample._replace(**fields)
 
 
 def create_replay(flags, rows, outputs, state, stack_size):

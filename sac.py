@@ -44,7 +44,7 @@ from beast.learners import devices, nets
 from beast.learners.learner import Learner
 from beast.learners.normalizer import OneHot, flatten
 from beast.learners.replay import Replay
-from beast.learners.replay_feed import ReplayFeed
+from beast.learners.replay_feed import ReplayFeed, to_tensors
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
 from beast.runs import diagnostics, evaluate, randomness
@@ -372,13 +372,6 @@ def play_and_learn(flags, learner, target_model, environments, feed, run):
                 update = diagnostics.means([diagnostics.to_floats(m) for m in metrics])
                 run.record(update | feed.metrics() | {"steps": steps}, batch)
                 metrics = []
-
-
-def to_tensors(sample, device):
-    """Return a Sample of tensors on the device."""
-    fields = map_nest(torch.from_numpy, sample._replace(handle=())._asdict())
-    fields = map_nest(lambda x: x.to(device), fields) | {"handle": sample.handle}
-    return sample._replace(**fields)
 
 
 def create_replay(flags, rows, state):

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 from deadline import Thread
-from program import ROOT, Program, column, last_step, load, read_rows, run
+from program import HELPERS, Program, column, last_step, load, read_rows, run
 
 import dqn
 from beast.errors import FlagError
 from beast.learners.replay import Replay
-from beast.learners.replay_feed import ReplayFeed
+from beast.learners.replay_feed import ReplayFeed, to_tensors
 
 BOX, ACTIONS = gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(3)
-SCRIPT = ROOT / "dqn.py"
+SCRIPT = HELPERS / "fast.py"
 SMALL = "--num_actors 2 --envs_per_actor 2 --learning_starts 200 --replay_capacity 5000"
 
 
@@ -62,7 +62,7 @@ def make_sample(flags, B=6, seed=0):
         new = tuple(random.normal(size=s.shape).astype(np.float32) for s in state)
         replay.append(0, {name: x[part] for name, x in rows.items()}, new, first=i == 0)
     sample = replay.sample(B)
-    return dqn.to_tensors(sample, torch.device("cpu"))._replace(
+    return to_tensors(sample, torch.device("cpu"))._replace(
         weights=torch.from_numpy(random.random(B).astype(np.float32))
     )
 
@@ -125,7 +125,7 @@ def test_the_projection_is_that_of_a_loop_over_atoms():
     torch.testing.assert_close(((projected * support).sum(dim=-1))[inside], mean[inside])
 
 
-def test_the_categorical_loss_and_priorities_are_their_definitions():
+def test_the_categorical_loss_is_its_definition():
     flags = parse()
     (model, target), sample = create_nets(flags), make_sample(flags)
     loss, _, priorities = dqn.compute_loss(flags, model, target, sample)
@@ -385,7 +385,7 @@ def test_values_of_a_chain_are_those_of_dynamic_programming(arguments):
 
 def train(folder, name, *arguments):
     where = ("--xpid", name, "--savedir", folder)
-    status, output = run(SCRIPT, "--env CartPole-v1", SMALL, *arguments, *where)
+    status, output = run(SCRIPT, "dqn", "--env CartPole-v1", SMALL, *arguments, *where)
     assert status == 0, output
     return read_rows(folder / name), load(folder / name / "model.tar")["model_state_dict"]
 
@@ -400,11 +400,13 @@ def test_deterministic_runs_are_the_same_and_resume(tmp_path):
     assert last_step(tmp_path / "one") >= 1500 and float(rows[-1]["policy_lag_max"]) <= 1
     assert column(rows, "replay_ratio")[-1] == pytest.approx(2, rel=0.1)
     status, output = run(
-        SCRIPT, "--xpid one --total_steps 2500 --savedir", tmp_path
+        SCRIPT, "dqn", "--xpid one --total_steps 2500 --savedir", tmp_path
     )  # with all other flags of before
     assert status == 0 and "The replay is filled anew" in output
     assert last_step(tmp_path / "one") >= 2500
-    status, output = run(SCRIPT, "--mode test --num_episodes 2 --xpid one --savedir", tmp_path)
+    status, output = run(
+        SCRIPT, "dqn", "--mode test --num_episodes 2 --xpid one --savedir", tmp_path
+    )
     assert status == 0 and "2 games: mean return" in output
 
 
@@ -413,7 +415,7 @@ def test_cartpole_is_learned_though_an_actor_is_killed(tmp_path):
     arguments = f"--env CartPole-v1 {SMALL} --seed 1 --total_steps 1000000 --batch_size 64"
     arguments += " --value_range 100 --target_interval 100 --epsilon_steps 5000 --xpid run"
     arguments += " --learning_rate 1e-3 --learning_starts 1000 --replay_capacity 50000"
-    with Program(SCRIPT, arguments, "--savedir", tmp_path) as program:
+    with Program(SCRIPT, "dqn", arguments, "--savedir", tmp_path) as program:
         program.wait_until(lambda: last_step(tmp_path / "run") > 2000)
         victim = sorted(program.members("forkserver"))[1]
         os.kill(victim, signal.SIGKILL)

@@ -12,10 +12,12 @@ import pytest
 import torch
 from small_run import create_parser, parse, save
 
+import dqn
 import gala
 import monobeast
 import polybeast
 import ppo
+import sac
 from beast.errors import EnvError, FlagError
 from beast.flags import LEFT_OUT, parse_flags, run_program
 from beast.parser import positive
@@ -70,17 +72,19 @@ def test_a_flag_that_cannot_be_is_refused_in_one_line(program, capsys, arguments
     assert line.startswith(f"{program.__name__}.py: ") and "--help" in line
 
 
-@pytest.mark.parametrize("program", [monobeast, polybeast, ppo, gala], ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    "program", [monobeast, polybeast, ppo, gala, dqn, sac], ids=lambda p: p.__name__
+)
 def test_help_is_short_and_lists_no_flag_that_is_left_out(program):
     text = program.parser.format_help()
-    assert 80 < len(text.splitlines()) < 120
+    assert 60 < len(text.splitlines()) < 120
     metavars = re.findall(r"^  --[a-z_]+ ([A-Z:_]+)", text, re.M)
     assert len(metavars) > 20 and max(map(len, metavars)) <= len("HOST:PORT")
     flags = program.parser.parse_args([])
     hidden = {name for name in LEFT_OUT if f"  --{name} " not in text}
-    assert hidden == ({"env_backend", "greedy"} if program in (ppo, gala) else set()) | (
-        {"write_profiler_trace"} if program is gala else set()
-    )
+    left_out = set() if program in (monobeast, polybeast) else {"env_backend", "greedy"}
+    left_out |= {gala: {"write_profiler_trace"}, sac: {"precision"}}.get(program, set())
+    assert hidden == left_out
     assert all(getattr(flags, name) == LEFT_OUT[name] for name in hidden)
 
 

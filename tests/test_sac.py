@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import ROOT, Program, last_step, load, read_rows, run
+from program import HELPERS, Program, last_step, load, read_rows, run
 from torch import nn
 
 import sac
@@ -18,7 +18,7 @@ from beast.errors import FlagError
 from beast.learners.replay import Handle, Sample
 
 BOX, ACTIONS = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Box(-1, 1, (2,))
-SCRIPT = ROOT / "sac.py"
+SCRIPT = HELPERS / "fast.py"
 B = 8
 
 
@@ -208,7 +208,7 @@ SMALL = "--env Pendulum-v1 --learning_starts 100 --batch_size 32 --replay_ratio 
 
 
 def train(folder, name, *arguments):
-    status, output = run(SCRIPT, SMALL, *arguments, "--xpid", name, "--savedir", folder)
+    status, output = run(SCRIPT, "sac", SMALL, *arguments, "--xpid", name, "--savedir", folder)
     assert status == 0, output
     return read_rows(folder / name), load(folder / name / "model.tar")["model_state_dict"]
 
@@ -220,17 +220,19 @@ def test_deterministic_runs_are_the_same_and_resume(tmp_path):
     (_, weights), (_, others) = outcomes
     assert all(torch.equal(weights[name], others[name]) for name in weights)
     arguments = "--total_steps 600 --num_env_processes 2"
-    status, output = run(SCRIPT, "--xpid one --savedir", tmp_path, arguments)
+    status, output = run(SCRIPT, "sac", "--xpid one --savedir", tmp_path, arguments)
     assert status == 0 and "The replay is filled anew" in output, output
     assert last_step(tmp_path / "one") >= 600
-    status, output = run(SCRIPT, "--mode test --num_episodes 2 --xpid one --savedir", tmp_path)
+    status, output = run(
+        SCRIPT, "sac", "--mode test --num_episodes 2 --xpid one --savedir", tmp_path
+    )
     assert status == 0 and "2 games: mean return" in output
 
 
 @pytest.mark.whole
 def test_a_run_survives_a_killed_process_and_ends_on_sigterm(tmp_path):
     arguments = f"{SMALL} --seed 1 --total_steps 1000000 --num_envs 2 --num_env_processes 2"
-    with Program(SCRIPT, arguments, "--xpid run --savedir", tmp_path) as program:
+    with Program(SCRIPT, "sac", arguments, "--xpid run --savedir", tmp_path) as program:
         program.wait_until(lambda: last_step(tmp_path / "run") > 200)
         os.kill(sorted(program.members("forkserver"))[1], signal.SIGKILL)
         program.wait_until(lambda: "died and is replaced" in program.output)

@@ -18,6 +18,13 @@ from beast.runs.run import ENDS
 MAX_UPDATES = 8  # between two versions of the weights, where actors do not wait for them
 
 
+def to_tensors(sample, device):
+    """Return a Sample of tensors on the device."""
+    fields = map_nest(torch.from_numpy, sample._replace(handle=())._asdict())
+    fields = map_nest(lambda x: x.to(device), fields) | {"handle": sample.handle}
+    return sample._replace(**fields)
+
+
 class ReplayFeed:
     """A Replay that is written to and learned from at a fixed ratio.
 
