@@ -3,6 +3,7 @@
 
 import contextlib
 import threading
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -55,6 +56,8 @@ class Learner:
         self.device = next(model.parameters()).device
         self.stats = {"step": 0, "episode_returns": [], "game_returns": []}
         self.stats |= {"skipped_updates": 0, "skipped_in_a_row": 0}
+        # A first update may be skipped, and a replay be filled before it: that is no mistake.
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         self.scheduler = map_nest(lambda o: LambdaLR(o, lambda _: decay(self.step)), optimizer)
         if self.device.type == "cpu":
             map_nest(raise_squares, optimizer)
