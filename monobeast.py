@@ -39,7 +39,7 @@ from beast.actors.actors import Actors
 from beast.actors.weights import SharedWeights
 from beast.envs.environments import create_environments, try_out
 from beast.flags import create_parser, parse_flags, run_program
-from beast.learners import devices, learner_group, nets
+from beast.learners import devices, learner_group, nets, rollout_replay
 from beast.learners.learner import Learner
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
@@ -94,6 +94,7 @@ rmsprop.add_argument("--epsilon", default=0.01, type=positive(float),
 rmsprop.add_argument("--grad_norm_clipping", default=40.0, type=positive(float),
                      help="Largest gradient norm of the loss, which is summed over the batch.")
 
+rollout_replay.add_flags(parser)
 atari_wrappers.add_flags(parser)
 # fmt: on
 
@@ -266,7 +267,7 @@ def compute_loss(flags, model, batch, initial_agent_state):
         "pg_loss": pg_loss.detach(),
         "baseline_loss": baseline_loss.detach(),
         "entropy_loss": entropy_loss.detach(),
-        "steps": mask.sum(),
+        "steps": mask[:, : flags.batch_size].sum(),  # of the new rollouts
         **diagnostics.from_logits(
             behavior_policy_logits, target_policy_logits, targets, values, mask
         ),
@@ -356,13 +357,14 @@ def act(flags, actor, seed, free_buffers, buffers, weights):
                     rollout_buffers.write_row(rows, indices, t, row | agent_output)
 
 
-def batch_and_learn(flags, learner, actors, buffers, run):
+def batch_and_learn(flags, learner, actors, buffers, replay, run):
     """Learn from batches until the actors are closed or all steps are made: a learner thread."""
     torch.set_num_threads(learner.num_threads)
     for batch in rollout_buffers.read_batches(flags, actors, buffers, learner, run):
         with learner.lock:
             if run.stop.is_set():
                 return
+            batch = replay.mix(batch)
             metrics = learn(
                 flags, learner.model, batch.rows, batch.agent_state, learner.optimizer,
                 learner.group,
@@ -407,6 +409,7 @@ def train(flags):
     torch.set_num_threads(max(1, machine.count_cores() - flags.num_actors))
     optimizer, decay = create_optimizer(flags, model.to(devices.get_device(flags)))
     learner = Learner(model, optimizer, decay, weights)
+    replay = rollout_replay.RolloutReplay(flags)
 
     with Run(flags, learner) as run:
         buffers["policy_version"].fill_(weights.version)
@@ -414,7 +417,7 @@ def train(flags):
         actors = Actors(flags, context, act, (buffers, weights), run.first_step)
         with run.threads(on_exit=[actors.close]) as threads:
             threads.start(
-                batch_and_learn, flags, learner, actors, buffers, run,
+                batch_and_learn, flags, learner, actors, buffers, replay, run,
                 copies=flags.num_learner_threads,
             )  # fmt: skip
             threads.start(learner_group.join_updates, flags, learner, run, learn)

@@ -38,7 +38,7 @@ import vtrace
 from beast.actors.weights import LocalWeights
 from beast.errors import FlagError
 from beast.flags import add_server_flags, create_parser, parse_flags, run_program
-from beast.learners import devices, learner_group, nets
+from beast.learners import devices, learner_group, nets, rollout_replay
 from beast.learners.learner import Learner
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
@@ -93,6 +93,7 @@ rmsprop.add_argument("--epsilon", default=0.01, type=positive(float),
 rmsprop.add_argument("--grad_norm_clipping", default=40.0, type=positive(float),
                      help="Largest gradient norm of the loss, which is summed over the batch.")
 
+rollout_replay.add_flags(parser)
 atari_wrappers.add_flags(parser)
 # fmt: on
 
@@ -298,7 +299,7 @@ def compute_loss(flags, model, batch, initial_agent_state):
         "pg_loss": pg_loss.detach(),
         "baseline_loss": baseline_loss.detach(),
         "entropy_loss": entropy_loss.detach(),
-        "steps": mask.sum(),
+        "steps": mask[:, : flags.batch_size].sum(),  # of the new rollouts
         **diagnostics.from_logits(
             behavior_policy_logits, target_policy_logits, targets, values, mask
         ),
@@ -369,13 +370,14 @@ def inference(flags, learner, device, streams, run):
             streams.count_batch(inputs["reward"].shape[1])
 
 
-def batch_and_learn(flags, learner, streams, run):
+def batch_and_learn(flags, learner, streams, replay, run):
     """Learn from batches until the queue is closed or all steps are made: a learner thread."""
     torch.set_num_threads(learner.num_threads)
     for batch in read_batches(streams.queue, learner.device, run):
         with learner.lock:
             if run.stop.is_set():
                 return
+            batch = replay.mix(batch)
             metrics = learn(
                 flags, learner.model, batch.rows, batch.agent_state, learner.optimizer,
                 learner.group,
@@ -421,6 +423,7 @@ def train(flags):
         initial_state = model.initial_state(1)
         optimizer, decay = create_optimizer(flags, model.to(device))
         learner = Learner(model, optimizer, decay, LocalWeights(model))
+        replay = rollout_replay.RolloutReplay(flags)
 
         with Run(flags, learner) as run:
             streams = Streams(flags, env_servers, initial_state, run.first_step, device)
@@ -433,7 +436,7 @@ def train(flags):
                     copies=flags.num_inference_threads,
                 )  # fmt: skip
                 threads.start(
-                    batch_and_learn, flags, learner, streams, run,
+                    batch_and_learn, flags, learner, streams, replay, run,
                     copies=flags.num_learner_threads,
                 )  # fmt: skip
                 threads.start(learner_group.join_updates, flags, learner, run, learn)

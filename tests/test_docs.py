@@ -159,9 +159,7 @@ def test_docs_are_few_and_short():
     assert sum(len(page.read_text().split()) for page in pages) <= 9_250
 
 
-@pytest.mark.parametrize(
-    "name", [path.removesuffix(".py") for path in PROGRAMS[:-1]]
-)
+@pytest.mark.parametrize("name", [path.removesuffix(".py") for path in PROGRAMS[:-1]])
 def test_help_has_groups_defaults_and_seconds(name):
     parser = importlib.import_module(name).parser
     shown = " ".join(parser.format_help().split())

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Old rollouts for IMPALA: drawn at random, and learned from beside the new ones of a batch.
+
+V-trace corrects for the policies that made them, which are stored with them (Schmitt et al. 2020,
+LASER, and Espeholt et al. 2018, section 5.2.2, mix them in the same way).
+"""
+
+import torch
+
+from beast.errors import FlagError
+from beast.nest import map_nest
+from beast.parser import non_negative, positive
+from beast.processes.machine import count_memory
+
+
+def add_flags(parser):
+    """Add the flags of a program that mixes old rollouts into its batches."""
+    # fmt: off
+    group = parser.add_argument_group("replay")
+    group.add_argument("--replay_ratio", default=0.0, type=non_negative(float),
+                       help="Old rollouts in a batch for each new one, drawn at random; 0: none.")
+    group.add_argument("--replay_rollouts", default=1000, type=positive(int),
+                       help="The newest rollouts, from which they are drawn.")
+    # fmt: on
+
+
+class RolloutReplay:
+    """The newest rollouts of this learner.
+
+    Args:
+      flags: replay_ratio, replay_rollouts, batch_size, seed, rank.
+
+    Raises:
+      FlagError: there are fewer rollouts than a batch needs.
+    """
+
+    def __init__(self, flags):
+        self._count = round(flags.replay_ratio * flags.batch_size)  # in a batch
+        self._capacity = flags.replay_rollouts
+        if self._count > self._capacity:
+            raise FlagError(
+                f"--replay_ratio {flags.replay_ratio:g} needs {self._count} old rollouts for a "
+                f"batch of {flags.batch_size} new ones, but --replay_rollouts is {self._capacity}: "
+                "give at least as many"
+            )
+        self._random = torch.Generator().manual_seed(flags.seed + flags.rank)
+        self._stored, self._num_stored = None, 0  # a nest of tensors [capacity, ...]
+
+    def mix(self, batch):
+        """Return a Batch with old rollouts behind the new ones, which are then stored.
+
+        Of its fields rows and agent_state have both, and the others the new ones alone. As long as
+        there are fewer old rollouts than a batch takes, there are none.
+        """
+        if self._count == 0:
+            return batch
+        state = map_nest(lambda x: x.cpu().movedim(1, 0), batch.agent_state)
+        new = map_nest(lambda x: x.movedim(1, 0), batch.cpu_rows), state
+        mixed = batch
+        size = min(self._num_stored, self._capacity)
+        if size >= self._count:
+            indices = torch.randperm(size, generator=self._random)[: self._count]
+            rows, state = map_nest(lambda x: x[indices].movedim(0, 1), self._stored)
+            mixed = batch._replace(
+                rows=map_nest(_join, batch.rows, rows),
+                agent_state=map_nest(_join, batch.agent_state, state),
+            )
+        self._store(new)
+        return mixed
+
+    def _store(self, new):
+        if self._stored is None:
+            self._check_memory(new)
+            self._stored = map_nest(lambda x: x.new_empty(self._capacity, *x.shape[1:]), new)
+        n = len(new[0]["done"])
+        places = (self._num_stored + torch.arange(n)) % self._capacity
+        map_nest(lambda stored, x: stored.__setitem__(places, x), self._stored, new)
+        self._num_stored += n
+
+    def _check_memory(self, new):
+        sizes = []
+        map_nest(lambda x: sizes.append(x[0].numel() * x.element_size()), new)
+        needed, free = self._capacity * sum(sizes), count_memory()
+        if needed > free:
+            raise FlagError(
+                f"--replay_rollouts {self._capacity} take {needed / 2**30:.1f} GiB, but "
+                f"{free / 2**30:.1f} GiB of memory are free: give at most "
+                f"{int(0.9 * free // sum(sizes))}"
+            )
+
+
+def _join(new, old):
+    """Return tensors [T + 1, B, ...] and [T + 1, N, ...] as one, on the device of the first."""
+    return torch.cat([new, old.to(new.device)], dim=1)

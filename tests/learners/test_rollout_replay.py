@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Old rollouts are mixed whole into batches, behind the new ones."""
+
+import types
+
+import pytest
+import torch
+
+from beast.errors import FlagError
+from beast.learners import rollout_replay
+from beast.learners.learner import Batch
+from beast.learners.rollout_replay import RolloutReplay
+from beast.nest import map_nest
+
+T, B = 3, 4
+
+
+def make_flags(ratio=1.5, rollouts=10):
+    return types.SimpleNamespace(
+        replay_ratio=ratio, replay_rollouts=rollouts, batch_size=B, seed=1, rank=0
+    )
+
+
+def make_batch(number):
+    """Return a Batch in which everything of rollout i of batch `number` is 10 * number + i."""
+    values = 10 * number + torch.arange(float(B))
+    rows = {"frame": values.expand(T + 1, B).clone(), "more": (values.expand(T + 1, B).clone(),)}
+    rows["done"] = values.expand(T + 1, B) > 5
+    return Batch(rows, (values.expand(1, B).clone(),), rows, [number] * B, {"actors": [number]})
+
+
+def test_old_rollouts_stand_whole_behind_the_new_ones():
+    replay, seen = RolloutReplay(make_flags()), set()
+    for number in range(40):
+        batch = make_batch(number)
+        mixed = replay.mix(batch)
+        assert mixed.cpu_rows is batch.cpu_rows and mixed.policy_versions == [number] * B
+        if number < 2:  # fewer than 6 are stored
+            assert mixed is batch
+        else:
+            assert mixed.rows["frame"].shape == (T + 1, B + 6)
+            assert torch.equal(mixed.rows["frame"][:, :B], batch.rows["frame"])
+            old = mixed.rows["frame"][0, B:]
+            assert torch.equal(mixed.rows["more"][0], mixed.rows["frame"])
+            assert torch.equal(mixed.agent_state[0], mixed.rows["frame"][:1])
+            assert torch.equal(mixed.rows["done"], mixed.rows["frame"] > 5)
+            assert len(set(old.tolist())) == 6 and old.max() < 10 * number
+            assert old.min() >= 10 * (number - 3)  # of the newest ten
+            seen |= {10 * number - value for value in old.tolist()}
+        map_nest(lambda x: x.zero_(), (batch.rows, batch.agent_state))  # as the next one does
+    assert len(seen) == 10 or seen >= {10.0, 9.0, 8.0, 7.0, 20.0, 19.0, 18.0, 17.0}
+
+
+def test_a_ratio_of_zero_changes_nothing():
+    replay, batch = RolloutReplay(make_flags(0.0)), make_batch(0)
+    assert all(replay.mix(batch) is batch for _ in range(5))
+
+
+def test_a_replay_that_is_too_small_or_too_large_is_refused(monkeypatch):
+    with pytest.raises(FlagError, match=r"1.5 needs 6 old .* of 4 new .* is 5: give at least"):
+        RolloutReplay(make_flags(rollouts=5))
+    monkeypatch.setattr(rollout_replay, "count_memory", lambda: 2**30)
+    replay = RolloutReplay(make_flags(rollouts=2**30))
+    with pytest.raises(FlagError, match="take .* GiB, but 1.0 GiB of memory are free: give at"):
+        replay.mix(make_batch(0))
