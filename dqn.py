@@ -72,7 +72,7 @@ DEFAULTS = {
     "priority_exponent": (0.6, 0.9),
     "importance_exponent": (0.4, 0.6),
 }
-TEST_EPSILON = 0.001  # so that no game is played for ever
+TEST_EPSILON = 0.001  # so that no game lasts for ever
 REPLAY_KEYS = ("frame", "reward", "done", "truncated", "terminated", "last_action")
 ANSWER_KEYS = ("policy_logits", "baseline")  # with --use_lstm, for first priorities
 
@@ -545,7 +545,7 @@ def learn_from_replay(flags, learner, target_model, batches, feed, run):
                 flags, learner.model, target_model, feed, learner.optimizer, num_updates, beta
             )
             learner.publish()
-            if not diagnostics.is_finite(metrics):  # to be saved and described
+            if not diagnostics.is_finite(metrics):  # bad_batch.tar is to have the sample
                 sampled = {f"sample.{name}": nest for name, nest in sample.rows.items()}
                 batch = batch._replace(
                     cpu_rows=batch.cpu_rows | map_nest(torch.Tensor.cpu, sampled)

@@ -229,7 +229,7 @@ def create_optimizer(flags, model):
     optimizer = torch.optim.RMSprop(
         model.parameters(), lr=flags.learning_rate, eps=flags.epsilon, alpha=flags.alpha
     )
-    create_state(optimizer)  # now, since agents copy it
+    create_state(optimizer)  # set now, since agents copy the flags
     return optimizer
 
 
@@ -245,7 +245,7 @@ def average_gradients(model):
     gradients /= dist.get_world_size()
     sizes = [p.numel() for p in model.parameters()]
     for parameter, part in zip(model.parameters(), gradients.split(sizes), strict=True):
-        if parameter.grad is not None:  # at all agents, or at none
+        if parameter.grad is not None:  # all agents skip the step, or none
             parameter.grad.copy_(part.view_as(parameter))
 
 
@@ -261,7 +261,7 @@ def learn(flags, model, batch, initial_agent_state, optimizer, own_gradient=None
     total_loss.backward()
     if own_gradient is not None:
         own_gradient.copy_(gradient_of(model))
-    if not diagnostics.is_finite(diagnostics.to_floats(metrics)):  # then this agent takes no step
+    if not diagnostics.is_finite(diagnostics.to_floats(metrics)):  # this agent skips the step
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, torch.nan)
     if flags.exchange == "allreduce":
@@ -269,7 +269,7 @@ def learn(flags, model, batch, initial_agent_state, optimizer, own_gradient=None
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
     metrics["grad_norm"] = grad_norm
     before = [p.detach().clone() for p in model.parameters()]
-    if torch.isfinite(grad_norm):  # of all agents alike with --exchange allreduce
+    if torch.isfinite(grad_norm):  # the same value in all agents with --exchange allreduce
         optimizer.step()
     moved = [p.detach() - x for p, x in zip(model.parameters(), before, strict=True)]
     metrics["update_norm"] = nn.utils.get_total_norm(moved)
@@ -423,7 +423,7 @@ def train(flags):
         if flags.exchange == "gossip":
             in_peers = [find_in_peers(flags.topology, agent, n) for agent in range(n)]
         elif flags.exchange == "allreduce":
-            make_equal(population, optimizer)  # those of a checkpoint may not be
+            make_equal(population, optimizer)  # restored ones may be on another device
             store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             port = store.port
         memory = AgentMemory(population, optimizer, in_peers)

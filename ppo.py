@@ -77,7 +77,7 @@ parser = create_parser(
     "ppo.py", "PPO on one machine.",
     without=["env_backend", "greedy", "elastic"],  # tests are greedy
 )
-parser.set_defaults(continuous=None)  # train sets it
+parser.set_defaults(continuous=None)  # set by resolve
 
 training = parser.add_argument_group("training")
 training.add_argument("--total_steps", type=positive(int),
@@ -166,7 +166,7 @@ class Net(nn.Module):
         self.is_image = self.image is not None
         if self.is_image:
             self.trunk, size = nets.image_trunk(self.image)
-            self.baseline_trunk = None  # trunk serves both
+            self.baseline_trunk = None  # policy and baseline share the trunk
         else:
             one_hot = OneHot(observation_space)
             self.normalizer = Normalizer(one_hot.size, encode=one_hot)
@@ -331,7 +331,7 @@ def compute_targets(flags, model, rows, last_agent_state):
     elif flags.reward_scaling == "std":
         rewards = model.reward_scaler(rewards, rows["done"][1:], mask, flags.discounting)
     targets = vtrace.from_importance_weights(
-        log_rhos=torch.zeros_like(values),  # since the policy that acted learns
+        log_rhos=torch.zeros_like(values),  # on-policy: the policy that acted learns
         discounts=discounts,
         rewards=rewards,
         values=values,
@@ -476,7 +476,8 @@ def train(flags):
     randomness.make_deterministic(flags)
     randomness.seed_generators([flags.seed])
     model, (rows, outputs, _) = nets.create_net(Net, *spaces, **net_arguments(flags))
-    torch.set_num_threads(count_cores() if model.is_image else 1)  # small nets only wait for more
+    # More threads slow small nets down.
+    torch.set_num_threads(count_cores() if model.is_image else 1)
     optimizer, decay = create_optimizer(flags, model.to(devices.get_device(flags)))
     learner = Learner(model, optimizer, decay, Version())
 

@@ -62,7 +62,7 @@ ALGORITHMS = ("sac", "td3", "ddpg")
 REPLAY_KEYS = ("frame", "reward", "done", "truncated", "terminated", "last_action")
 MIN_LOG_STD, MAX_LOG_STD = -20, 2
 NOISE_CLIP = 0.5  # of --target_noise
-RECORD_STEPS = 20  # of the environments, from one row of metrics to the next
+RECORD_STEPS = 20  # steps of the environments between two records of metrics
 
 
 def default_of(name):
@@ -416,7 +416,7 @@ def train(flags):
     randomness.seed_generators([flags.seed])
     model, (rows, _, state) = nets.create_net(Net, *spaces, **net_arguments(flags))
     replay = create_replay(flags, rows, state)
-    torch.set_num_threads(1)  # small nets only wait for more
+    torch.set_num_threads(1)  # more threads slow small nets down
     optimizers, decay = create_optimizers(flags, model.to(devices.get_device(flags)))
     learner = Learner(model, optimizers, decay, Version())
     ratio = flags.replay_ratio

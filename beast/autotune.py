@@ -33,7 +33,7 @@ TRIALS_PER_FLAG = 3
 MIN_UPDATES = 20  # by the learner, that a rate is measured over
 PATIENCE = 120  # seconds for a trial to be measured; most take 10 to 15
 GRACE = 15  # seconds for a trial to end
-ENVS = "envs_per_actor", "envs_per_stream"  # flags; a program has one of them
+ENVS = "envs_per_actor", "envs_per_stream"  # flags, of which a program has one
 ALL_GIVEN = "the command line sets all flags that could be varied: leave some out"
 NOT_IN_TRIALS = ("--wandb", "--write_profiler_trace")  # flags
 TRIAL = "--mode train --xpid trial --total_steps 1000000000000 --disable_checkpoint "
@@ -143,7 +143,8 @@ def search(measure, start, most_envs=sys.maxsize):
         factor, first = 2, best[name]
         for _ in range(TRIALS_PER_FLAG):
             values = best | {name: int(best[name] * factor)}
-            if name == "num_servers" and "num_actors" in best:  # as many streams a server as before
+            # Keep the number of streams per server.
+            if name == "num_servers" and "num_actors" in best:
                 streams = best["num_actors"] // best["num_servers"]
                 values["num_actors"] = streams * values["num_servers"]
             if envs and values.get("num_actors", 0) not in (0, best.get("num_actors")):
@@ -201,10 +202,11 @@ def run_trial(program, arguments, values):
             process = subprocess.Popen(
                 [sys.executable, program, *arguments, *as_arguments(values), *TRIAL.split(),
                  "--savedir", folder],
-                stdin=subprocess.PIPE,  # with which it ends, should we be killed
+                stdin=subprocess.PIPE,  # the trial ends with this process, even by SIGKILL
                 stdout=file, stderr=subprocess.STDOUT,
                 process_group=0,  # Ctrl-C is for us: we end the trial
-                env=os.environ | {"TMPDIR": folder},  # so that nothing is left, however it ends
+                # Leaves nothing behind, however the trial ends.
+                env=os.environ | {"TMPDIR": folder},
             )  # fmt: skip
         deadline, rate = time.monotonic() + PATIENCE, None
         try:
@@ -239,7 +241,7 @@ def read_rate(folder):
     """
     path = folder / "logs.csv"
     text = path.read_text() if path.exists() else ""
-    rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())  # whole lines
+    rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())  # complete lines only
     ticks = [(float(row["_time"]), int(row["step"])) for row in rows if int(row["step"]) > 0]
     if not ticks:
         return None

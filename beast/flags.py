@@ -80,7 +80,7 @@ def create_parser(program, description, without=()):
     # What programs find out about the machine that they run on: flags that they fill in, and
     # devices that compute in fp32 though --precision is bf16.
     parser.set_defaults(chosen=[], fp32_devices=[])
-    parser.set_defaults(rank=0, num_learners=1)  # of learners that torchrun has started
+    parser.set_defaults(rank=0, num_learners=1)  # set by torchrun's environment
     return parser
 
 
@@ -122,7 +122,7 @@ def parse_flags(parser, argv=None):
     flags = group.from_rank_0(lambda: _fill_in(parser, argv, flags))
     flags.rank, flags.num_learners = group.rank, group.size
     if group.by_torchrun:
-        torchrun.check_flags(flags)  # with what the checkpoint has added
+        torchrun.check_flags(flags)  # after flags of the checkpoint are added
     if is_elastic:
         elastic.check_completed_flags(flags, group)
     if flags.mode == "train" and flags.end_with_stdin:  # a test looks after this by itself
@@ -138,7 +138,8 @@ def _fill_in(parser, argv, flags):
         flags.xpid = f"{name}-{now}" if flags.mode == "train" else "latest"
     elif flags.mode == "train" and not os.path.lexists(run_path(flags)):
         name, names = re.sub(r"\d", "", flags.xpid), _list_runs(flags, NEWEST)
-        others = [other for other in names if re.sub(r"\d", "", other) != name]  # not of one series
+        # Names that differ by more than digits.
+        others = [other for other in names if re.sub(r"\d", "", other) != name]
         for similar in difflib.get_close_matches(flags.xpid, others, 1, 0.7):
             logging.warning("--xpid %s is a new run; there is also %s", flags.xpid, similar)
     if flags.xpid == "latest":
@@ -147,7 +148,7 @@ def _fill_in(parser, argv, flags):
         flags.xpid = run_path(flags).resolve().name
     if flags.best and flags.mode == "train":
         raise FlagError("--best is for --mode test: training resumes the newest checkpoint")
-    socket_folder()  # refuses a TMPDIR with which nothing could start
+    socket_folder()  # raises if TMPDIR is too long
     saved = checkpoint.load(flags, BEST if flags.best else NEWEST)
     if saved is not None:
         compare_code(run_path(flags))
@@ -179,7 +180,8 @@ def _complete(parser, argv, flags, saved):
     given, flags = flags, parser.parse_args(argv, argparse.Namespace(**kept))
     flags.xpid = given.xpid
     _refuse_trust(given, flags)
-    if saved["flags"].get("env") not in (None, flags.env):  # None: of servers that named no game
+    # None: the servers of that run named no game.
+    if saved["flags"].get("env") not in (None, flags.env):
         raise FlagError(
             f"--env is {flags.env}, but the checkpoint in {run_path(flags)} is of "
             f"{saved['flags']['env']}: leave --env out, or choose another --xpid"

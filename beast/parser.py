@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
       program: file name of the program; checkpoints store it.
     """
 
-    all = []  # of this process
+    all = []  # applies to this process alone
 
     def __init__(self, program, description):
         super().__init__(
@@ -134,7 +134,7 @@ def fraction(text):
     return _checked(float, lambda value: 0 <= value <= 1, "must be from 0 to 1")(text)
 
 
-fraction.kind = float  # as of the types that _checked makes
+fraction.kind = float  # an attribute of the types that _checked makes, too
 
 
 def folder_name(text):

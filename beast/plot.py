@@ -56,7 +56,7 @@ def draw_picture(data, path):
         if x_name in ("steps", "frames"):
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         else:
-            axes.locator_params(axis="x", nbins=6)  # of a short run they have many digits
+            axes.locator_params(axis="x", nbins=6)  # numbers of a short run have many digits
 
     handles = {}
     drawn = [by_x[x_names[0]] for curve in data["curves"] for by_x in curve["metrics"].values()]

@@ -38,7 +38,7 @@ from beast.processes.lifetime import STOP_SIGNALS, start_logging
 from beast.processes.machine import count_cores
 
 SAVEDIR, CHECKPOINT = "~/logs/torchbeast", "model.tar"  # as in flags.py and checkpoint.py
-FIELDS = ("xpid", "slot", "start", "end", "status")  # of queue.csv
+FIELDS = ("xpid", "slot", "start", "end", "status")  # columns of queue.csv
 INTERVAL = 0.1  # seconds from one look at the processes to the next
 GRACE = 30  # seconds for the processes of a run that outlive its first one
 PR_SET_PDEATHSIG = 1
@@ -163,7 +163,7 @@ class QueuedRun:
     def start(self, slot):
         def prepare():  # in the new process
             os.sched_setaffinity(0, slot.cores)
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # should the queue be killed
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # ends the run if the queue is killed
 
         gpus = {} if slot.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)}
         self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -294,7 +294,7 @@ class Queue:
         self._running.remove(run)
         self._free.append(run.slot)
         code, status = run.process.returncode, "ended"
-        if self.signals and run.meta.get("status") != "ended":  # whatever it ended with
+        if self.signals and run.meta.get("status") != "ended":  # with any exit status
             status = "stopped"
         elif code != 0:
             status = f"failed ({signal.Signals(-code).name if code < 0 else code})"

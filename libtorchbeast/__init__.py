@@ -6,8 +6,8 @@ Names are loaded when they are first used: environment servers need no compiled 
 
 import importlib
 
-MAX_STREAMS = 16  # of a server at once
-MAX_ENVS = 4096  # of a stream
+MAX_STREAMS = 16  # streams per server
+MAX_ENVS = 4096  # environments per stream
 
 _MODULES = {"Server": "libtorchbeast.server"} | dict.fromkeys(
     (

@@ -108,13 +108,13 @@ class Server:
         self._make_environments = make_environments or (
             lambda num_envs, seed, _: PlainEnvironments(env_class, num_envs or 1, seed)
         )
-        self._condition = threading.Condition()  # guards what follows
+        self._condition = threading.Condition()  # guards all attributes below
         self._token_check = access.TokenCheck(auth_token)
         self._log = access.PeerLog()
         self._thread = None  # the one that runs us
         self._busy_since = [0.0] * MAX_STREAMS if busy_since is None else busy_since
         self._free_slots = list(range(MAX_STREAMS))  # entries of busy_since
-        self._num_envs = 0  # of all streams
+        self._num_envs = 0  # environments of all streams
         self._stop = threading.Event()
         self._stopped = threading.Event()
 
@@ -221,7 +221,7 @@ class Server:
         finally:
             try:
                 if environments is not None:
-                    self._busy_since[slot] = time.monotonic()  # closing may hang, too
+                    self._busy_since[slot] = time.monotonic()  # closing environments may hang, too
                     environments.close()
             except BaseException:
                 self._log.error("cannot close the environments", name, traceback.format_exc())

@@ -16,9 +16,9 @@ from beast.processes.fork_server import child_main, kill_fork_server
 from beast.processes.supervisor import Supervisor
 from beast.processes.watchdog import PATIENCE
 
-MIN_ROLLOUTS = 10  # of each of an actor's environments, which end a series of deaths
+MIN_ROLLOUTS = 10  # rollouts per environment that end a series of deaths
 LOOK_INTERVAL = 1  # seconds
-PAUSES = (0, 1, 3, 10, 30)  # seconds before a restart, by the number of deaths in a row
+PAUSES = (0, 1, 3, 10, 30)  # seconds before a restart, by the number of consecutive deaths
 
 
 class FreeBuffers:
@@ -31,7 +31,7 @@ class FreeBuffers:
         self._pipe, self._heartbeat = pipe, heartbeat
 
     def __iter__(self):
-        indices = []  # at first none is full, but the actor is ready
+        indices = []  # an empty list at first: the actor is ready
         while True:
             self._pipe.send(("full", indices))
             indices = self._pipe.recv()
@@ -69,17 +69,17 @@ class Actors:
         self._first_step = first_step
         self._envs_per_actor = flags.envs_per_actor
         num_actors = flags.num_actors
-        # Of time.monotonic(): when an actor last did something other than wait for buffers.
+        # time.monotonic() at which each actor last did something other than wait for buffers.
         shared = torch.zeros(num_actors, dtype=torch.float64).share_memory_()
         self._shared_heartbeats, self._heartbeats = shared, shared.numpy()
-        self._closing = threading.Lock()  # held by who ends the processes
-        self._condition = threading.Condition()  # guards what follows
-        # One queue of either kind for all actors, or one for each.
+        self._closing = threading.Lock()  # held by the thread that ends the processes
+        self._condition = threading.Condition()  # guards all attributes below
+        # One free and one full queue for all actors; with --deterministic, for each.
         self._num_queues = num_actors if flags.deterministic else 1
         self._free = [deque() for _ in range(self._num_queues)]
         self._full = [deque() for _ in range(self._num_queues)]
         self._put_back(range(flags.num_buffers))
-        self._waiting = {}  # actors that wait for free buffers, in turn; since when
+        self._waiting = {}  # start time of the wait, by waiting actor, in order
         self._seconds_waited = 0.0
         self._held = [[] for _ in range(num_actors)]
         self._closed = False
@@ -92,7 +92,7 @@ class Actors:
             PATIENCE * flags.stall_timeout_s,
             MIN_ROLLOUTS,
             "rollouts",
-            all_of=True,  # then it is not bad luck, and the run ends
+            all_of=True,  # if every actor keeps dying, the cause is no accident
             pauses=PAUSES,
         )
         self._watcher = threading.Thread(target=self._watch, name="actors", daemon=True)
@@ -160,12 +160,12 @@ class Actors:
                 self._watcher.join()
             self._supervisor.close()
 
-    def _put_back(self, indices):  # requires the condition's lock
+    def _put_back(self, indices):  # caller holds the condition
         share = len(indices) // self._num_queues
         for i, queue in enumerate(self._free):
             queue.extend(indices[i * share : (i + 1) * share])
 
-    def _hand_out(self):  # requires the condition's lock
+    def _hand_out(self):  # caller holds the condition
         for actor in list(self._waiting):
             free = self._free[actor % self._num_queues]
             if len(free) < self._envs_per_actor or self._closed:
@@ -177,7 +177,7 @@ class Actors:
             except OSError:
                 pass  # it has died; the watcher takes the indices back
 
-    def _end_wait(self, actor):  # requires the condition's lock
+    def _end_wait(self, actor):  # caller holds the condition
         now = time.monotonic()
         self._seconds_waited += now - self._waiting.pop(actor, now)
         self._heartbeats[actor] = now
@@ -198,7 +198,7 @@ class Actors:
                         self._accept(child, message[1])
         except Exception as error:
             with self._condition:
-                if not self._closed:  # else it is only that nothing can be started any more
+                if not self._closed:  # once closed, starting a process fails: no error
                     self._error = error
                 self._closed = True
                 self._condition.notify_all()
@@ -219,11 +219,11 @@ class Actors:
         """Take the indices of a dead actor back, and have another process take its place."""
         actor = child.number
         with self._condition:
-            # In front, where its successor has to go on.
+            # To the front, since with --deterministic its successor has to fill them next.
             self._free[actor % self._num_queues].extendleft(reversed(self._held[actor]))
             self._held[actor] = []
             self._end_wait(actor)
-            self._hand_out()  # to others, of the indices that came back
+            self._hand_out()  # the returned indices may serve waiting actors
         self._supervisor.restart(child)
 
     def _create_process(self, actor, num_deaths, pipe):

@@ -9,7 +9,7 @@ from beast.learners.devices import autocast, to_float32
 from beast.learners.learner import Batch
 from beast.nest import map_nest
 
-INPUTS = ("frame", "reward", "done", "last_action")  # keys of a row that the net gets
+INPUTS = ("frame", "reward", "done", "last_action")  # keys of a row that are inputs of the net
 
 
 def _write_row(rows, t, row):
@@ -29,7 +29,7 @@ def _play(flags, model, device, groups, parts, agent_states):
     """
     for part in parts:
         map_nest(lambda x: x[0].copy_(x[-1]), part)
-    # Within one autocast weights are cast once.
+    # Weights are cast once within one autocast block.
     with autocast(flags, device):
         for t, i in itertools.product(range(flags.unroll_length), range(len(groups))):
             group, part = groups[i], parts[i]

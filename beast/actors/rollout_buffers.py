@@ -52,7 +52,8 @@ def _describe_rollout(flags, row, agent_output, agent_state):
             lambda s: s.to("meta").new_empty(s.shape[0], 1, *s.shape[2:]), agent_state
         ),
         "policy_version": torch.empty((), dtype=torch.int64, device="meta"),
-        "actor": torch.empty((), dtype=torch.int64, device="meta"),  # which has filled it
+        # The actor that filled the buffer.
+        "actor": torch.empty((), dtype=torch.int64, device="meta"),
     }
 
 

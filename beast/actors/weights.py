@@ -21,7 +21,7 @@ class SharedCopies:
     """
 
     def __init__(self, tensors, num_copies, what):
-        like = [torch.empty_like(tensor, device="meta") for tensor in tensors]  # without gaps
+        like = [torch.empty_like(tensor, device="meta") for tensor in tensors]  # contiguous
         self.layout = [(t.dtype, t.shape, t.stride()) for t in like]
         size = sum(map(_size, self.layout))
         check_shared_memory(num_copies * size, what)
@@ -37,7 +37,7 @@ class SharedCopies:
         return self._copies[i]
 
     def __getstate__(self):
-        return self.data, self.layout  # of which the copies are views
+        return self.data, self.layout  # the copies are views of data
 
     def __setstate__(self, state):
         self.data, self.layout = state
@@ -77,7 +77,7 @@ class SharedWeights:
         i = version % len(self._slots)
         if tensors[0].device.type == "cpu":
             torch._foreach_copy_(self._slots[i], tensors)
-        else:  # in one copy, since the CPU waits for each
+        else:  # one copy, since each makes the CPU wait
             data = self._slots.data
             if self._device_data is None:
                 self._device_data = torch.empty_like(data[0], device=tensors[0].device)
@@ -135,7 +135,8 @@ class LocalWeights:
         weights = [torch.empty_like(tensor) for tensor in tensors]
         torch._foreach_copy_(weights, tensors)
         event = record_event(tensors[0].device)
-        self._current = (self.version + 1, weights, event)  # at once: readers see all or nothing
+        # One assignment, so that readers see a complete version.
+        self._current = (self.version + 1, weights, event)
 
     def load_into(self, model):
         """Copy the newest weights into `model` and return their version."""

@@ -63,7 +63,7 @@ class AtariEnvironments:
         # The last row showed the end of a game by the time limit, of which ale-py does not know.
         self._cut = np.zeros(num_envs, bool)
         self._lives = np.zeros(num_envs, np.int32)
-        self._num_steps = 0  # for error messages
+        self._num_steps = 0  # used in error messages
 
     @property
     def spaces(self):
@@ -118,7 +118,7 @@ class AtariEnvironments:
         for i, (ended, reward, terminated, truncated, game_over) in enumerate(columns):
             if not ended:
                 self._rows.step(i, reward, terminated, truncated, game_over)
-            elif game_over:  # between two lives
+            elif game_over:  # a life is lost, the game goes on
                 self._rows.end_again(i, terminated, truncated)
             else:
                 self._rows.begin(i)
@@ -135,7 +135,7 @@ class AtariEnvironments:
 
 def _make(flags, num_envs, num_threads):
     """Return an AtariVectorEnv, whether its game waits for FIRE, and its limit in frames."""
-    import ale_py  # here, so that environments other than Atari's do without it
+    import ale_py  # imported here, so that other environments do not need it
     from ale_py import roms
     from ale_py.vector_env import AtariVectorEnv
 
@@ -177,7 +177,7 @@ def _make(flags, num_envs, num_threads):
         noop_max=flags.noop_max,
         episodic_life=False,
         life_loss_info=False,
-        reward_clipping=False,  # the agent does that
+        reward_clipping=False,  # --no_fire_reset: the agent presses FIRE
         use_fire_reset=fire,
     )
     return envs, fire, spec.kwargs.get("max_num_frames_per_episode") or NO_LIMIT

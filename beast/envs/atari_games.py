@@ -21,7 +21,7 @@ def is_spec_of_game(spec):
 
 
 def _register():
-    import ale_py  # here, since spawned processes start without the games
+    import ale_py  # registered here, since spawned processes start without the games
 
     gym.register_envs(ale_py)
 
@@ -77,7 +77,7 @@ def waits_for_fire(ale):
     return len(used) >= 3 and used[1].name == "FIRE"
 
 
-SCORES = {  # of a random player, of a human; by ale-py's names of the games
+SCORES = {  # scores of a random player and a human, by ale-py's name of the game
     "alien": (227.8, 7127.7),
     "amidar": (5.8, 1719.5),
     "assault": (222.4, 742.0),

@@ -96,7 +96,7 @@ class Environments:
             last_action=empty_actions(self.action_space, num_envs),
         )
         self.row = self._rows.row
-        self._steps = [0] * num_envs  # calls of step since the start, for error messages
+        self._steps = [0] * num_envs  # calls of step so far, for error messages
         # Rows that are still compared with the bounds of their space. Of processes only the first
         # one of each parent (its name ends in -1 or :1) does so, or each would warn.
         numbers = re.split("[-:]", multiprocessing.current_process().name)[1:]
@@ -147,7 +147,7 @@ class Environments:
         return self.row
 
     def close(self):
-        with contextlib.ExitStack() as stack:  # all, whichever raises
+        with contextlib.ExitStack() as stack:  # close all, even if one raises
             for env in reversed(self.envs):
                 if hasattr(env, "close"):
                     stack.callback(env.close)
@@ -164,11 +164,12 @@ class Environments:
                 f"are {likeness.dtype}{list(likeness.shape)}"
             )
         least, largest = self._action_range
-        allowed = (least <= actions) & (actions <= largest)  # false for NaN
+        allowed = (least <= actions) & (actions <= largest)  # False for NaN, too
         if allowed.all():
             return
         for i in range(self.num_envs):
-            if not allowed[i].all() and not self._rows.at_end[i]:  # else it is ignored
+            # Otherwise the attribute is ignored.
+            if not allowed[i].all() and not self._rows.at_end[i]:
                 self._steps[i] += 1
                 raise self._error(
                     i, f"the action is {actions[i]}; it must be from {least} to {largest}"

@@ -26,7 +26,7 @@ from beast.processes.machine import check_shared_memory, count_cores
 from beast.processes.supervisor import Supervisor
 from beast.processes.watchdog import PATIENCE
 
-MIN_STEPS = 200  # that end a series of deaths
+MIN_STEPS = 200  # steps that end a series of deaths
 INITIAL, STEP = b"i", b"s"
 TOTALS = ("episode_return", "episode_step", "game_return", "game_step")
 
@@ -152,7 +152,7 @@ class ParallelEnvironments:
             while not (child.is_running or self._is_awake):
                 if child.due is None:
                     raise EnvError(f"{child.name} has ended: {child.cause}")
-                list(self.supervisor.news(1, []))  # which starts it
+                list(self.supervisor.news(1, []))  # news starts the process
             self._asked_at[child.number] = time.monotonic()
             if child.is_running:
                 with contextlib.suppress(OSError):  # it has died, which shows soon
@@ -191,7 +191,7 @@ class ParallelEnvironments:
     def _cut_episodes(self, columns):
         """Write the row of environments that are lost; their frames stay as they were."""
         row = self.row
-        for name in TOTALS:  # those of episodes that ended in the row before were counted then
+        for name in TOTALS:  # episodes that ended in the last row have been counted
             has_ended = row["game_done" if name.startswith("game") else "done"][columns]
             row[name][columns][has_ended] = 0
         for name in ("reward", "done", "terminated", "game_done"):
@@ -248,7 +248,7 @@ class EnvironmentGroups:
 
     def __init__(self, create_env, seeds, num_groups, num_processes, stall_timeout_s=60):
         self.groups = []
-        with contextlib.ExitStack() as stack:  # which closes those before one that fails
+        with contextlib.ExitStack() as stack:  # closes the groups made so far if one fails
             stack.callback(self.close)
             for i, part in enumerate(np.array_split(seeds, num_groups)):
                 name = f"group {i}" if num_groups > 1 else "environments"

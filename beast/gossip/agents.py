@@ -29,7 +29,7 @@ NEVER = 2**62
 # Limits on an agent's updates: after HOLD it stops until told to go on; after PACE it waits until
 # the main process has counted those before.
 HOLD, PACE = 0, 1
-MIN_UPDATES = 100  # that end a series of deaths
+MIN_UPDATES = 100  # updates that end a series of deaths
 AHEAD = 2  # updates that agents in step make before the first of them is counted
 HOLD_TIMEOUT = 20  # seconds for all agents to finish an update
 
@@ -48,7 +48,7 @@ class AgentLink:
         self.agent, self.seed, self.is_replacement = agent, seed, is_replacement
         self.rounds = rounds
         self._pipe, self._limits, self._heartbeats = pipe, limits, heartbeats
-        self._skipped = 0  # updates in a row
+        self._skipped = 0  # consecutive skipped updates
 
     def report(self, metrics, batch):
         """Count an update; give the main process its metrics, and rows in which episodes end.
@@ -94,7 +94,8 @@ class AgentLink:
                 return False
             if self._pipe.poll():
                 raise EOFError
-            self._heartbeats[self.agent] = time.monotonic()  # to wait for others is no silence
+            # Waiting for other agents is no silence.
+            self._heartbeats[self.agent] = time.monotonic()
             time.sleep(0.0005)
         return True
 
@@ -125,9 +126,10 @@ class Agents:
         self._rounds = torch.zeros(n, dtype=torch.int64).share_memory_()
         self._limits = torch.tensor([NEVER, AHEAD if in_step else NEVER]).share_memory_()
         self._heartbeats = torch.zeros(n, dtype=torch.float64).share_memory_()
-        self._condition = threading.Condition()  # guards what follows
+        self._condition = threading.Condition()  # guards all attributes below
         self._held, self._is_over, self._is_read = [False] * n, False, True
-        self._has_saved = [False] * n  # what it has learned, since it was last asked to hold
+        # Whether each agent has saved its state since the last request to hold.
+        self._has_saved = [False] * n
         self._supervisor = Supervisor(
             [f"agent {agent}" for agent in range(n)],
             self._create_process,
@@ -182,7 +184,7 @@ class Agents:
         """Return whether no update has to be waited for: agents that still start have none."""
         children = self._supervisor.children
         if self._in_step and any(child.work for child in children):
-            return all(self._held)  # since they wait for each other
+            return all(self._held)  # synchronous agents wait for each other
         agents = zip(self._held, children, strict=True)
         return all(held or not child.work for held, child in agents)
 
@@ -207,7 +209,7 @@ class Agents:
         """
         self._ask_to_hold()
         with self._condition:
-            lookout = Lookout()  # to wait longer where this process was stopped
+            lookout = Lookout()  # allows for time in which this process was stopped
             begin = time.monotonic()
             while not (all(self._held) or not self._is_read) and (
                 lookout.seconds_silent(begin) < HOLD_TIMEOUT
@@ -245,7 +247,7 @@ class Agents:
             for agent, (net, is_new) in enumerate(zip(population.agents, has_saved, strict=True)):
                 if is_new:
                     memory.load(agent, net, optimizer)
-                else:  # it is dead or late, but what it has sent is whole
+                else:  # dead or late: its last published weights are complete
                     memory.mailboxes.weights[agent].load_into(net)
                 if (mean := self.game_returns()[agent]) is not None:
                     population.returns[agent] = mean
@@ -258,7 +260,7 @@ class Agents:
                 return
             self._is_over, self._end_time = True, time.monotonic()
             self._ask_to_hold()
-        if not self._in_step:  # else others wait for each one
+        if not self._in_step:  # synchronous agents wait for a silent one all the same
             self._supervisor.patience = min(self._supervisor.patience, HOLD_TIMEOUT)
         self._supervisor.wake()
 
@@ -290,7 +292,7 @@ class Agents:
 
     def _ask_to_hold(self):
         with self._condition:
-            # In step every agent comes as far as PACE, and none goes beyond.
+            # Synchronous agents all stop at update limits[PACE].
             hold = min(self._limits[HOLD], self._limits[PACE]) if self._in_step else 0
             self._limits[HOLD] = hold
 
@@ -300,7 +302,7 @@ class Agents:
 
     def _note_held(self, child):
         with self._condition:
-            if self._limits[HOLD] == NEVER:  # too late
+            if self._limits[HOLD] == NEVER:  # the request to hold is over
                 with contextlib.suppress(OSError):  # it has died, which shows soon
                     child.pipe.send("go on")
             else:
@@ -323,8 +325,8 @@ class Agents:
                 f"cannot go on without it: {child.cause}"
             )
         with self._condition:
-            is_over = self._is_over  # which another thread may set
-            self._held[agent] = is_over  # then for good
+            is_over = self._is_over  # read once: another thread may set it
+            self._held[agent] = is_over  # until the end of the run
             self._has_saved[agent] = False
             self._condition.notify_all()
         if is_over:

@@ -165,13 +165,14 @@ class Consensus:
     def __init__(self, mailboxes, message, gradients, in_step=False):
         self._mailboxes, self._message, self._gradients = mailboxes, message, gradients
         self._matrix = mailboxes.matrix()
-        self._beta = torch.linalg.svdvals(self._matrix)[1:2].sum().item()  # the second, if any
+        # 0 without a second one.
+        self._beta = torch.linalg.svdvals(self._matrix)[1:2].sum().item()
         # Of updates whose round is not complete: few, but beside a straggler the newest.
         self._norms = [deque(maxlen=1000) for _ in mailboxes.weights]
         self._in_step, self._round = in_step, 0
         self._lock = threading.Lock()  # while it is held, agents in step come no further
         messages = self._messages()
-        self.bound = (messages - messages.mean(0)).norm().item()  # 0, but in a run that is resumed
+        self.bound = (messages - messages.mean(0)).norm().item()  # above 0 in a resumed run
 
     def count(self, agent, update_norm):
         """Count an update of an agent, by how far it has moved the weights."""
@@ -202,7 +203,7 @@ class Consensus:
         for agent in range(len(in_peers)):
             for other in range(agent):
                 are_peers = other in in_peers[agent] or agent in in_peers[other]
-                if math.isfinite(cosines[agent][other]):  # else one of the gradients was not
+                if math.isfinite(cosines[agent][other]):  # skipped if a gradient is not finite
                     pairs["peers" if are_peers else "others"].append(cosines[agent][other])
         metrics = {f"gradient_cosine_{k}": sum(v) / len(v) if v else None for k, v in pairs.items()}
         return metrics | {"consensus_distance": self.distance(), "consensus_bound": self.bound}

@@ -99,9 +99,9 @@ def use_threads(num_threads, device):
     # would inherit the core of this one.
     if device.type != "cpu" or not len(cores) == num_threads == 2:
         return
-    torch.ones(2**20).sum()  # starts the other one
+    torch.ones(2**20).sum()  # starts the second thread
     started = [0, *map(int, set(os.listdir("/proc/self/task")).difference(before))]
-    if len(started) == 2:  # else others were started meanwhile
+    if len(started) == 2:  # otherwise other threads were started meanwhile
         with contextlib.suppress(OSError):  # a sandbox may forbid it
             for thread, core in zip(started, cores, strict=True):
                 os.sched_setaffinity(thread, {core})

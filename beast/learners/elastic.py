@@ -42,14 +42,14 @@ INSTALL = "pip install torchft==0.2.0"
 # Seconds after which the others go on without a learner that is lost, or that hangs between sums.
 # One that hangs in a sum, with heartbeats, costs them SUM_TIMEOUT more.
 TIMEOUT = 20
-SUM_TIMEOUT = 5  # seconds of these for a sum, or for a connection: several may follow each other
+SUM_TIMEOUT = 5  # seconds for one sum, or one connection; several may follow each other
 # Seconds that the lighthouse waits for a learner that is alive but has not asked for a quorum. With
 # fewer, newcomers could start without the learner that has the newest weights, while that one still
 # waits for a lost one.
 JOIN_TIMEOUT = TIMEOUT
 LIGHTHOUSE_OPTIONS = f"--min_replicas 1 --join_timeout_ms {1000 * JOIN_TIMEOUT}"
 QUORUM_TIMEOUT = JOIN_TIMEOUT + 5  # seconds for an answer of the lighthouse
-MAX_FAILURES = 20  # failed exchanges in a row, after which a learner ends
+MAX_FAILURES = 20  # consecutive failed exchanges after which a learner ends
 # Flags about a machine, in which learners of one policy may differ.
 OWN_FLAGS = (
     "env", "savedir", "seed", "rank", "num_actors", "num_servers", "server_addresses",
@@ -152,7 +152,8 @@ class ElasticGroup:
 
         It is compared again when this learner or another one joins.
         """
-        self._facts[what] = json.loads(json.dumps(value, default=str))  # as it is sent
+        # The form in which it is sent.
+        self._facts[what] = json.loads(json.dumps(value, default=str))
         self._compare()
 
     def _compare(self):
@@ -205,7 +206,7 @@ class ElasticGroup:
         device = self._learner.device
         for _ in range(MAX_FAILURES):
             if self._start_quorum():
-                metrics = {}  # computed with the old weights
+                metrics = {}  # the batch's gradient is of the old weights
                 self.exchange.forget_returns()
                 self.exchange.remember_buffers(model)
                 for parameter in model.parameters():
@@ -214,7 +215,7 @@ class ElasticGroup:
             self._manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM).wait()
             if self._manager.should_commit():
                 return self.exchange.unpack(model, tensor.to(device), self.size)
-            if self._is_stopping:  # without this batch
+            if self._is_stopping:  # the batch is dropped
                 for parameter in model.parameters():
                     parameter.grad = None
                 self.exchange.num_batches = 0
@@ -227,7 +228,7 @@ class ElasticGroup:
     def _join(self):
         """Join the others. From here on they wait for this learner, so it must have a batch."""
         os.environ.setdefault("RUST_LOG", "error")
-        from torchft import Manager, ProcessGroupGloo  # here, since few have it
+        from torchft import Manager, ProcessGroupGloo  # imported here, since few users have it
 
         # What they log is either not an error here, or logged here.
         for name in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors"):
@@ -279,7 +280,8 @@ class ElasticGroup:
                         f"ends: {error!r}"
                     ) from None
                 logging.warning("No quorum for %d s: too many other learners hang", QUORUM_TIMEOUT)
-                self._manager._quorum_future = None  # or it would raise the same error again
+                # Otherwise the next call would raise the same error.
+                self._manager._quorum_future = None
         before, self.size = self.size, self._manager.num_participants()
         self.rank = self._manager.participating_rank()
         if self.size != before:

@@ -13,7 +13,7 @@ from beast.errors import FlagError
 from beast.learners import learner_group
 from beast.nest import map_nest
 
-SMALLEST_SQUARE = 1e-36  # that raise_squares leaves
+SMALLEST_SQUARE = 1e-36  # lower bound that raise_squares sets
 
 
 class Batch(NamedTuple):
@@ -110,14 +110,14 @@ def create_state(optimizer):
     Raises:
       FlagError: the state does not begin with zeros, so it depends on the first step.
     """
-    if optimizer.state:  # of those that make it at once
+    if optimizer.state:  # the optimizer has created its state already
         return
     kept = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group.update({"weight_decay": 0.0} if "weight_decay" in group else {})
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # which changes no parameter, as all gradients are 0
+    optimizer.step()  # all gradients are 0, so no parameter changes
     optimizer.zero_grad()
     for group, before in zip(optimizer.param_groups, kept, strict=True):
         group.update(before)

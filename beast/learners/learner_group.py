@@ -251,8 +251,8 @@ class Starvation:
     """Tracks whether a learner has had no batch for too long, over all of its threads."""
 
     def __init__(self):
-        self._lock = threading.Lock()  # guards what follows
-        self._in_hand = 0  # batches that threads have
+        self._lock = threading.Lock()  # guards all attributes below
+        self._in_hand = 0  # batches that learner threads hold
         self._last_batch = math.inf
 
     def begin(self):
@@ -302,7 +302,7 @@ def join_updates(flags, learner, run, learn):
             if group.exchange.num_batches:
                 learner.publish()
                 run.record(metrics)
-                pause = 0.001  # in which others get the lock
+                pause = 0.001  # lets other threads take the lock
             else:
                 pause = PAUSE
             if group.exchange.has_to_stop:

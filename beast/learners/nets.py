@@ -17,9 +17,9 @@ from beast.learners.exchange import describe_net
 from beast.nest import map_nest
 from libtorchbeast.rows import DTYPES
 
-STORED = {"policy_version", "actor"}  # with the rows and outputs of a rollout
+STORED = {"policy_version", "actor"}  # stored beside rows and outputs
 LARGEST_PIXEL = 2**16 - 1  # beyond it, bounds say what a dtype can hold, not what pixels are
-T, B = 2, 3  # of the sample: with T = B = 1 a transposed or flattened answer would pass
+T, B = 2, 3  # sample sizes; with T = B = 1 a transposed answer would pass
 
 
 def sample_rows(observation_space, action_space):
@@ -205,9 +205,9 @@ def scale_image(x, image=None):
         image = find_image(gym.spaces.Box(low, high, tuple(x.shape[1:]), dtype))
     if image.is_channels_last:
         x = x.movedim(-1, 1)
-    if torch.is_autocast_enabled(x.device.type):  # at once, instead of by way of float32
+    if torch.is_autocast_enabled(x.device.type):  # one cast instead of two, by way of float32
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    elif x.dtype != torch.uint8:  # of which a copy is smaller
+    elif x.dtype != torch.uint8:  # a copy of uint8 is smaller
         x = x.float()
     return x.contiguous(memory_format=torch.channels_last) / image.scale
 

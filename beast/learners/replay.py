@@ -28,7 +28,7 @@ from beast.nest import map_nest
 from beast.processes.machine import count_memory
 
 SMALLEST_PRIORITY = 1e-6  # a priority of 0 would never be drawn, and so never be updated
-OTHER_BYTES = 18  # of a row: in the sum tree, and flags
+OTHER_BYTES = 18  # bytes of a row in the sum tree and in flags
 # How the stack of a row begins: it goes on from the row before; or an episode begins, before whose
 # first frame there are copies of it (atari_wrappers.py) or zeros (ale-py's vector environment).
 CONTINUES, REPEATS, ZEROS = range(3)
@@ -85,7 +85,8 @@ class Replay:
         alpha=0.0, initial_priority=None, seed=0,
     ):  # fmt: skip
         self._T, self._L, self._K, self.n_step = unroll_length, sequence_length, stack_size, n_step
-        self.capacity = -(-capacity // (num_envs * unroll_length)) * unroll_length  # of a column
+        # Rows in a column.
+        self.capacity = -(-capacity // (num_envs * unroll_length)) * unroll_length
         # Rows of a start and after it, the last of which has the answer to the one before.
         self._needed = sequence_length + n_step + (initial_priority is not None)
         # Some start must be left while the next rollout overwrites the oldest rows.
@@ -337,7 +338,7 @@ def _check_memory(rows, num_rows, stack_size):
 def _classify(frames, begins):
     """Return how the stacks of rows `begins` begin; frames are [T + 1, K, C, ...]."""
     older, newest = frames[begins, :-1], frames[begins, -1:]
-    before = frames[begins - 1, 1:]  # of row 0 not so: it is the first row of a process
+    before = frames[begins - 1, 1:]  # row 0 is the first row of a process, so it continues nothing
     axes = tuple(range(1, older.ndim))
     continues = (older == before).all(axis=axes) & (begins > 0)
     repeats, zeros = (older == newest).all(axis=axes), ~older.any(axis=axes)

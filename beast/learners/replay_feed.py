@@ -15,7 +15,7 @@ from beast.learners.learner import Batch
 from beast.nest import map_nest
 from beast.runs.run import ENDS
 
-MAX_UPDATES = 8  # between two versions of the weights, where actors do not wait for them
+MAX_UPDATES = 8  # updates between two versions of the weights, unless --deterministic
 
 
 def to_tensors(sample, device):
@@ -41,7 +41,7 @@ class ReplayFeed:
         self._rows_per_update = rows_per_update
         self._slack = max(slack, rows_per_update)
         self.num_updates = 0
-        self._condition = threading.Condition()  # guards what follows
+        self._condition = threading.Condition()  # guards all attributes below
         self._num_steps = 0
         self._new = []  # rollouts appended since the last batch: steps, ends, version and actor
         self._closed = False
@@ -104,7 +104,7 @@ class ReplayFeed:
             self._closed = True
             self._condition.notify_all()
 
-    def _rows_due(self):  # requires the condition's lock
+    def _rows_due(self):  # caller holds the condition
         rows = self._ratio * (self._num_steps - self._learning_starts)
         return rows - self.num_updates * self._rows_per_update
 

@@ -24,7 +24,8 @@ from beast.runs.code_version import describe_code
 IMPORT_TIMEOUT = 300  # seconds for all ranks to import what they need
 STOP_TIMEOUT = 5  # seconds in which the others answer a rank that was asked to stop at the start
 PARENT = os.getppid()  # asked before others are waited for, meanwhile torchrun may end
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # that torchrun sets
+# Environment variables that torchrun sets.
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def join_group(flags):
@@ -136,7 +137,7 @@ class Start:
             self._stop()
 
     def _beat(self):
-        with contextlib.suppress(RuntimeError):  # the store has gone
+        with contextlib.suppress(RuntimeError):  # the store is gone
             while not self._is_over.wait(1):
                 with _time_limit(TIMEOUT + STOP_TIMEOUT):
                     self._store.add(f"beats/{self._rank}", 1)
@@ -223,7 +224,7 @@ def _check_variables(variables):
 
 def _choose_gpu(flags, local_rank, local_size):
     """Restrict this process to one GPU that no other rank uses; return "cuda" or "cpu"."""
-    num_gpus = torch.cuda.device_count()  # which leaves CUDA as it is
+    num_gpus = torch.cuda.device_count()  # does not initialize CUDA
     if flags.disable_cuda or not num_gpus:
         return "cpu"
     if local_size > num_gpus:
@@ -265,6 +266,6 @@ def _agree_on_attempt(store, rank, size):
 
 def _end_with_torchrun(pid):
     """End, as by SIGTERM, when torchrun was killed: a thread."""
-    with contextlib.suppress(ProcessLookupError):  # it has ended already
+    with contextlib.suppress(ProcessLookupError):  # the process has ended already
         select.select([os.pidfd_open(pid)], [], [])
     os.kill(os.getpid(), signal.SIGTERM)

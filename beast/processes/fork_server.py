@@ -103,7 +103,7 @@ def start_process(process, name):
             process.start() if is_spawned else multiprocessing.forkserver.ensure_running()
         if not is_spawned:  # with signals open, since it waits for the fork server's imports
             process.start()
-    except (EOFError, OSError, ValueError) as error:  # the latter: of too many files to send
+    except (EOFError, OSError, ValueError) as error:  # ValueError: too many files to send
         raise EnvError(
             f"{name} cannot be started ({error!r}): look for an error above, for free memory, and "
             "at the limits of processes and files (ulimit -u, -n)"
@@ -130,7 +130,7 @@ def end_process(process, patience):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
     process.join(2)
-    if process.is_alive():  # as far as the fork server knows
+    if process.is_alive():  # the fork server has not reported its end
         kill_fork_server()
         process.join(2)  # no longer: a child stopped as it started may hold the fork server's pipe
 

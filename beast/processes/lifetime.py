@@ -21,12 +21,12 @@ import time
 from beast.errors import FlagError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
+if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores SIGHUP
     STOP_SIGNALS += (signal.SIGHUP,)  # the terminal, or the connection to it, is lost
 LOG_FORMAT = "[%(levelname)s %(asctime)s %(process)d] %(message)s"
 MAX_SOCKET_PATH = 107  # bytes, by Linux
-MAX_NAME = 32  # bytes of it for names that we and multiprocessing make
-HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)  # which a new process is not ready for at once
+MAX_NAME = 32  # of these, bytes for names that we and multiprocessing make
+HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)  # a new process needs a moment to handle them
 
 
 def start_logging():
@@ -104,7 +104,7 @@ class Threads:
         for wake in self._on_exit:
             try:
                 wake()
-            except Exception as failure:  # the others are to be called all the same
+            except Exception as failure:  # call the remaining functions, too
                 self._errors.append(failure)
         for thread in self._threads:
             thread.join()

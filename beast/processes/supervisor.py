@@ -17,10 +17,10 @@ from beast.errors import EnvError
 from beast.processes.fork_server import describe_exit, end_process, start_process
 from beast.processes.watchdog import Lookout
 
-MAX_DEATHS = 5  # with little work in between, which end the run
+MAX_DEATHS = 5  # consecutive deaths that end the run
 CHECK_INTERVAL = 1  # seconds between two looks for silent children
-RETRY_PAUSE = 1  # seconds, at the least, after a start that failed
-END_PATIENCE = 1  # seconds in which a child ends by itself, once it has failed or closed its pipe
+RETRY_PAUSE = 1  # seconds, at least, until a failed start is tried again
+END_PATIENCE = 1  # seconds for a child to exit after it has failed or closed its pipe
 
 
 class Child:

@@ -13,7 +13,7 @@ from beast.runs.atomic_files import replace_file, set_aside
 from beast.runs.checkpoint import ADVICE, BEST, NEWEST, load, pack, refusing, run_path, to_bytes
 from beast.runs.diagnostics import mean
 
-LARGE_VALUE = 1e6  # beyond it, numbers of a batch are named
+LARGE_VALUE = 1e6  # larger numbers in a bad batch are named
 
 
 class Writer:
@@ -34,7 +34,7 @@ class Writer:
             with refusing(folder / BEST):
                 if not flags.disable_checkpoint and (best := load(flags, BEST)):
                     self._best_score = _score(best["stats"])
-        except FlagError as error:  # which costs only the comparison with it
+        except FlagError as error:  # only the comparison with the best is lost
             best = None
             set_aside(folder / BEST, str(error).removesuffix(f"; {ADVICE}"))
         self._steps = {
@@ -116,7 +116,7 @@ def save_bad_batch(folder, name, batch, update):
     torch.save(saved | {"sources": batch.sources, "metrics": update}, content)
     try:
         replace_file(path, content.getbuffer())
-    except OSError as error:  # which must not hide what ends the run
+    except OSError as error:  # a failure here must not hide the error that ends the run
         return f"could not be written into {path} ({error.strerror or error})"
     return f"is in {path}"
 

@@ -25,7 +25,7 @@ from beast.runs.run_folder import LearnerLog, RunFolder, resume_command
 
 LOG_INTERVAL = 5  # seconds
 CENTURY = 3e9  # seconds; where more are left, none are shown, since timedelta has a largest one
-LOG_UPDATES = 50  # in its place with --deterministic, where time must not count
+LOG_UPDATES = 50  # updates between rows with --deterministic, where time must not matter
 MAX_SKIPPED = 10  # updates in a row that are not finite
 RESERVED = {"_tick", "_time", "step", "steps_per_second", "learning_rate", "learner_wait"}
 ENDS = ("done", "episode_return", "game_done", "game_return")  # keys that returns are read from
@@ -55,7 +55,7 @@ class Run:
     def __init__(self, flags, learner, max_skipped=MAX_SKIPPED):
         self._flags, self._learner, self._group = flags, learner, learner.group
         self._max_skipped = max_skipped
-        self._frames = getattr(flags, "frames_per_step", 1)  # a step
+        self._frames = getattr(flags, "frames_per_step", 1)  # frames per step
         self.stop = threading.Event()
         self.exit_status = 0
         self._signals = StopSignals(self._announce_stop)
@@ -137,7 +137,8 @@ class Run:
                 self.exit_status = 0 if self._group.by_torchrun else 128 + self._signals.first
             self._signals.restore()
             self._folder.close(status, error)
-        is_wanted = self._group.by_torchrun and self._signals.first  # so nothing is to start anew
+        # Torchrun must not restart a run that was stopped.
+        is_wanted = self._group.by_torchrun and self._signals.first
         if failure and error is None and not is_wanted:
             raise FlagError(failure)
 
@@ -213,9 +214,9 @@ class Run:
                 rows["episode_return"][rows["done"]].tolist(),
                 rows["game_return"][rows["game_done"]].tolist(),
             )
-            version = self._learner.weights.version - 1  # that was learned from
+            version = self._learner.weights.version - 1  # the version that learned this batch
             self._lags += [version - v for v in batch.policy_versions]
-        if self._group.exchange.num_batches == 0:  # the only batch was dropped
+        if self._group.exchange.num_batches == 0:  # the exchange dropped the only batch
             self._group.exchange.add_returns(*returns)
             return
         self._learner.count(int(update["steps"]), *self._group.share_returns(*returns))

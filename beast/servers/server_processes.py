@@ -31,8 +31,8 @@ from beast.processes.supervisor import Supervisor
 from beast.processes.watchdog import PATIENCE, Watchdog, print_stacks_on_signal
 from beast.servers.addresses import remove_folder, remove_socket
 
-PAUSES = (1, 2, 4, 8, 16, 30)  # seconds before a restart, by the number of deaths in a row
-MIN_SECONDS = 60  # of a server's life, which end a series of deaths
+PAUSES = (1, 2, 4, 8, 16, 30)  # seconds before a restart, by the number of consecutive deaths
+MIN_SECONDS = 60  # seconds of a server's life that end a series of deaths
 GRACE = 5  # seconds in which servers end by themselves
 
 
@@ -57,7 +57,7 @@ def parse_flags(parser, argv=None):
 
 def server_main(run_server, flags, address, seed, pipe, busy_since):
     """Run the server at `address`: a process. Send ("serving", None) once learners can connect."""
-    served = []  # the address, once it is ours
+    served = []  # holds the address once the server listens there
 
     def send(*message):
         with contextlib.suppress(OSError):  # the supervisor is ending
@@ -77,7 +77,7 @@ def server_main(run_server, flags, address, seed, pipe, busy_since):
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what to do
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    lead_group(ends_with_parent=False)  # since `end` comes first
+    lead_group(ends_with_parent=False)  # without it: `end` has to remove the socket first
     print_stacks_on_signal()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     exit_with_parent(end=end, while_alive=record_alive)

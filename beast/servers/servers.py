@@ -195,7 +195,7 @@ class LocalServers:
         return self
 
     def __exit__(self, *_):
-        self.process.stdin.close()  # upon which it ends
+        self.process.stdin.close()  # the server program ends with standard input
         try:
             self.process.wait(GRACE + 2)
         except subprocess.TimeoutExpired:
@@ -322,7 +322,8 @@ def _collect(answers, addresses, local):
             )
         else:
             raise answer
-        final = (dict, ConnectionRefusedError, ConnectionAbortedError)  # not worth asking again
+        # Asking again would not help.
+        final = (dict, ConnectionRefusedError, ConnectionAbortedError)
         if len(latest) == len(set(addresses)):
             if all(isinstance(a, final) for a in latest.values()):
                 break

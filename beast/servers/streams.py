@@ -74,8 +74,8 @@ class Streams:
             step_timeout_s=ANSWER_TIMEOUT,
             **servers.credentials,
         )
-        self._lock = threading.Lock()  # guards what follows
-        self._batch_sizes = []  # of inference, since the last tick
+        self._lock = threading.Lock()  # guards all attributes below
+        self._batch_sizes = []  # sizes of inference batches since the last tick
 
     def run(self):
         """Play until the queues are closed: a thread."""
