@@ -251,13 +251,13 @@ def test_epsilons_are_those_of_their_flags():
 class Feeding:
     """A Replay whose samples are counted: enough of one for a ReplayFeed."""
 
-    num_rows = 0
+    num_rows, num_needed = 0, 1
 
     def append(self, env, rollout, state, is_first):
         self.num_rows += len(rollout["done"]) - 1
 
     def can_sample(self):
-        return self.num_rows > 0
+        return self.num_rows >= self.num_needed
 
     def __len__(self):
         return self.num_rows
@@ -301,6 +301,12 @@ def test_both_sides_are_held_to_the_replay_ratio(slow):
 def test_waits_for_the_other_side_end_when_closed():
     feed = ReplayFeed(Feeding(), ratio=1.0, learning_starts=0, rows_per_update=32, slack=0)
     feed.append(0, make_rollout(64), (), True, 0, 0)
+    writer = Thread(feed.wait_to_play)
+    writer.assert_blocked()
+    feed.replay.num_needed = 100  # the first sequence is not complete
+    feed.append(0, make_rollout(1), (), False, 0, 0)
+    assert writer.result() is None
+    feed.replay.num_needed = 1
     writer = Thread(feed.wait_to_play)
     writer.assert_blocked()
     waiting = ReplayFeed(Feeding(), ratio=1.0, learning_starts=0, rows_per_update=32, slack=0)

@@ -57,9 +57,13 @@ class ReplayFeed:
             self._condition.notify_all()
 
     def wait_to_play(self):
-        """Wait until the learner is not too far behind, or closed."""
+        """Wait until the learner is not too far behind, has nothing to sample yet, or is closed."""
+
+        def may_play():
+            return self._closed or self._rows_due() <= self._slack or not self.replay.can_sample()
+
         with self._condition:
-            self._condition.wait_for(lambda: self._closed or self._rows_due() <= self._slack)
+            self._condition.wait_for(may_play)
 
     def count_due(self):
         """Return how many updates may be made now."""
