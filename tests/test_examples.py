@@ -135,11 +135,11 @@ def test_popart_keeps_its_outputs_and_learns_their_scale(apply, load, program):
     layer, x = module.PopArt(8).double(), torch.randn(50, 8).double()
     for mean, std in ((0.0, 1.0), (1e4, 3e3), (-5.0, 0.1)):
         before = layer(x)
-        for _ in range(10_000):
-            layer.update(mean, mean**2 + std**2)
+        for _ in range(400):
+            layer.update(mean, mean**2 + std**2, rate=0.1)
         torch.testing.assert_close(layer(x), before, rtol=1e-6, atol=1e-6)
         assert layer.mean.item() == pytest.approx(mean, rel=1e-3, abs=1e-6)
-        assert layer.std.item() == pytest.approx(std, rel=0.15 if mean else 1e-3)
+        assert layer.std.item() == pytest.approx(std, rel=1e-3)
 
 
 def test_diffs_are_made_anew_and_win_over_the_program(tmp_path):
