@@ -347,7 +347,7 @@ def play(flags, model, environments, feed, num_random):
             map_nest(
                 lambda x, y, i=i: x.__setitem__(0, y[i]), {n: rollout[n] for n in before}, before
             )
-            feed.append(i, rollout, (), is_first=num_steps == 0, version=0, actor=i)
+            feed.append(i, rollout, (), is_first=num_steps == 0, version=None, actor=i)
         num_steps += flags.num_envs
 
 

@@ -47,7 +47,11 @@ class ReplayFeed:
         self._closed = False
 
     def append(self, env, rollout, state, is_first, version, actor):
-        """Append a rollout of rows [T + 1, ...] to the replay; see Replay.append."""
+        """Append a rollout of rows [T + 1, ...] to the replay; see Replay.append.
+
+        Args:
+          version: of the weights that acted; None where there is no lag.
+        """
         self.replay.append(env, rollout, state, is_first)
         mask = ~(rollout["truncated"] | rollout["terminated"])[:-1]
         ends = {name: np.array(rollout[name]) for name in ENDS}
@@ -78,7 +82,8 @@ class ReplayFeed:
             new, self._new = self._new, []
         steps, ends, versions, actors = zip(*new, strict=True) if new else ((), (), (), ())
         rows = map_nest(lambda *x: torch.from_numpy(np.stack(x, axis=1)), *ends) if new else NO_ENDS
-        return sum(steps), Batch(rows, (), rows, list(versions), {"actors": list(actors)})
+        versions = [version for version in versions if version is not None]
+        return sum(steps), Batch(rows, (), rows, versions, {"actors": list(actors)})
 
     def batches(self):
         """Yield agent steps, a Batch of ends, and a number of updates to make, until closed."""
