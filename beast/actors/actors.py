@@ -16,7 +16,7 @@ from beast.processes.fork_server import child_main, kill_fork_server
 from beast.processes.supervisor import Supervisor
 from beast.processes.watchdog import PATIENCE
 
-MIN_ROLLOUTS = 10  # rollouts per environment that end a series of deaths
+MIN_ROLLOUTS = 10  # rollouts per environment after which consecutive deaths are reset to 0
 LOOK_INTERVAL = 1  # seconds
 PAUSES = (0, 1, 3, 10, 30)  # seconds before a restart, by the number of consecutive deaths
 
@@ -92,7 +92,7 @@ class Actors:
             PATIENCE * flags.stall_timeout_s,
             MIN_ROLLOUTS,
             "rollouts",
-            all_of=True,  # if every actor keeps dying, the cause is no accident
+            all_of=True,  # one actor may have bad luck, but not all
             pauses=PAUSES,
         )
         self._watcher = threading.Thread(target=self._watch, name="actors", daemon=True)

@@ -26,7 +26,7 @@ from beast.processes.machine import check_shared_memory, count_cores
 from beast.processes.supervisor import Supervisor
 from beast.processes.watchdog import PATIENCE
 
-MIN_STEPS = 200  # steps that end a series of deaths
+MIN_STEPS = 200  # steps after which consecutive deaths are reset to 0
 INITIAL, STEP = b"i", b"s"
 TOTALS = ("episode_return", "episode_step", "game_return", "game_step")
 

@@ -29,7 +29,7 @@ NEVER = 2**62
 # Limits on an agent's updates: after HOLD it stops until told to go on; after PACE it waits until
 # the main process has counted those before.
 HOLD, PACE = 0, 1
-MIN_UPDATES = 100  # updates that end a series of deaths
+MIN_UPDATES = 100  # updates after which consecutive deaths are reset to 0
 AHEAD = 2  # updates that agents in step make before the first of them is counted
 HOLD_TIMEOUT = 20  # seconds for all agents to finish an update
 

@@ -32,7 +32,7 @@ from beast.processes.watchdog import PATIENCE, Watchdog, print_stacks_on_signal
 from beast.servers.addresses import remove_folder, remove_socket
 
 PAUSES = (1, 2, 4, 8, 16, 30)  # seconds before a restart, by the number of consecutive deaths
-MIN_SECONDS = 60  # seconds of a server's life that end a series of deaths
+MIN_SECONDS = 60  # seconds of life after which consecutive deaths are reset to 0
 GRACE = 5  # seconds in which servers end by themselves
 
 
