@@ -3,6 +3,7 @@
 
 import collections
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from counting import (
 )
 from deadline import DEADLINE, Thread, run_with_deadline, wait_until
 from old_env import Old
-from program import ROOT
+from program import HELPERS, ROOT
 from rig import STATE, Rig, T, act_zero, answer, check_rows, split
 from stream import ServerThread, from_nest, make_many
 
@@ -41,6 +42,7 @@ from libtorchbeast import (
     query_server,
     rpcenv_pb2,
 )
+from libtorchbeast import server as server_module
 
 # The main thread may wait where no signal reaches it.
 pytestmark = pytest.mark.timeout(120, method="thread")
@@ -129,14 +131,13 @@ def test_each_environment_of_a_stream_is_a_column(start, dict_outputs, columns):
     "state", [(), torch.full((1, 1), 3.0), {"a": (torch.ones(1, 1, 2), ())}, (torch.zeros(3, 1),)]
 )
 def test_agent_states_may_be_any_nest_and_are_copied(start, state):
-    server = start(ServerThread(counting.Counting))
-    given = nest.map(torch.clone, state)
+    address, given = start(ServerThread(counting.Counting)).address, nest.map(torch.clone, state)
 
     def agent(env_outputs, state):
-        outputs, new_state = answer(env_outputs, state)
-        return (outputs[0], outputs[1], torch.zeros_like(outputs[0])), new_state
+        (action, seen, _), new_state = answer(env_outputs, state)
+        return (action, seen, torch.zeros_like(action)), new_state
 
-    rig = start(Rig([server.address], agent, given, columns=3, num_envs=3))
+    rig = start(Rig([address], agent, given, columns=3, num_envs=3))
     nest.map(torch.zero_, given)
     for i in range(3):
         _, initial_agent_state = rig.take()
@@ -145,30 +146,28 @@ def test_agent_states_may_be_any_nest_and_are_copied(start, state):
 
 
 def test_a_bare_tensor_as_agent_outputs_is_the_action(start):
-    server = start(ServerThread(counting.OldCounting))
-    rig = start(Rig([server.address], lambda env_outputs, state: (env_outputs[1].long(), state)))
-    (_, outputs), _ = rig.take()
+    address = start(ServerThread(counting.OldCounting)).address
+    agent = lambda env_outputs, state: (env_outputs[1].long(), state)  # noqa: E731
+    (_, outputs), _ = start(Rig([address], agent)).take()
     assert outputs.shape == (T + 1, 1)
 
 
 @pytest.mark.parametrize(
-    "space",
-    [gym.spaces.Box(-1, 1, (3,)), gym.spaces.MultiDiscrete([2, 3, 4])],
-    ids=["box", "multi-discrete"],
+    ("space", "dtype"),
+    [
+        (gym.spaces.Box(-1, 1, (3,)), torch.float32),
+        (gym.spaces.MultiDiscrete([2, 3, 4]), torch.int64),
+    ],
 )
-def test_actions_of_several_parts_come_back_as_last_action(start, space):
-    space.seed(1)
-    dtype = torch.float32 if isinstance(space, gym.spaces.Box) else torch.int64
-
+def test_actions_of_several_parts_come_back_as_last_action(start, space, dtype):
     def agent(env_outputs, state):
         assert env_outputs["last_action"].dtype == dtype
-        shape = env_outputs["reward"].shape
-        samples = [torch.from_numpy(space.sample()) for _ in range(shape.numel())]
-        return {"action": torch.stack(samples).view(*shape, 3).to(dtype)}, state
+        T, B = env_outputs["reward"].shape
+        return {"action": torch.randint(2, (T, B, 3), dtype=dtype)}, state
 
     many = make_many(lambda: counting.Mirror(space))
-    server = start(ServerThread(None, make_environments=many))
-    rig = start(Rig([server.address], agent, (), columns=2, dict_outputs=True, num_envs=2))
+    address = start(ServerThread(None, make_environments=many)).address
+    rig = start(Rig([address], agent, (), columns=2, dict_outputs=True, num_envs=2))
     for first in (True, False):
         (env_outputs, agent_outputs), _ = rig.take()
         last_action = env_outputs["last_action"]
@@ -189,8 +188,8 @@ def test_time_limits_have_a_row_of_their_own_except_at_forks(start, is_fork):
 
 def test_messages_may_be_larger_than_grpc_takes_by_default(start):
     large = lambda: Old(observation=lambda t: np.full((5, 2**20), t, np.uint8))  # noqa: E731
-    server = start(ServerThread(large))
-    frame = start(Rig([server.address], act_zero, (), unroll_length=2)).take()[0][0][0]
+    address = start(ServerThread(large)).address
+    frame = start(Rig([address], act_zero, (), unroll_length=2)).take()[0][0][0]
     assert frame.shape == (3, 1, 5, 2**20)
     assert [row.unique().tolist() for row in frame] == [[0], [1], [2]]
 
@@ -213,25 +212,18 @@ def test_options_of_a_stream_travel_as_metadata(start):
     assert first.startswith("1,2,3") and second.startswith("4")
 
 
-def test_a_stream_that_is_connected_anew_gets_another_seed(start):
-    server = start(FakeServer(say(make_first(1), make_step(1))))  # and the stream is over
-    start(Rig([server.address], act_zero, (), reconnect=True, seeds=["7"]))
-    wait_until(lambda: len(server.metadata) >= 3)
-    seeds = [metadata["seed"] for metadata in server.metadata]
-    assert all(seed.startswith("7") for seed in seeds) and len(set(seeds)) == len(seeds)
-
-
-def test_a_stream_that_fails_each_time_pauses_longer_and_longer(start):
+def test_a_stream_reconnects_with_another_seed_after_longer_pauses(start):
     server = start(FakeServer(say(make_first(1), *[make_step(1)] * T)))  # and the stream is over
-    rig = start(Rig([server.address], act_zero, (), reconnect=True))
+    rig = start(Rig([server.address], act_zero, (), reconnect=True, seeds=["7"]))
 
     def pauses():
-        found = [re.search(r"trying again in ([\d.]+) s", event) for event in rig.events]
-        return [float(match[1]) for match in found if match]
+        return re.findall(r"trying again in ([\d.]+) s", "\n".join(rig.events))
 
     wait_until(lambda: len(pauses()) >= 4)
-    first, *_, fourth = pauses()[:4]
+    first, *_, fourth = map(float, pauses()[:4])
     assert first <= 0.15 and fourth >= 0.4  # 0.1 and 0.8 seconds, give or take a half
+    seeds = [metadata["seed"] for metadata in server.metadata]
+    assert all(seed.startswith("7") for seed in seeds) and len(set(seeds)) == len(seeds)
 
 
 def test_query_server_returns_what_a_server_says(start):
@@ -308,8 +300,7 @@ def test_torchbeasts_arguments_go_by_position_new_ones_by_name(arguments):
     ],
 )
 def test_wrong_outputs_of_the_agent_end_the_run(start, agent, reconnect):
-    server = start(FakeServer(obey(2)))
-    rig = start(Rig([server.address], agent, (), reconnect=reconnect))
+    rig = start(Rig([start(FakeServer(obey(2))).address], agent, (), reconnect=reconnect))
     with pytest.raises((ValueError, TypeError)):
         rig.running.result()
     rig.running.error = None
@@ -319,8 +310,7 @@ def test_an_error_in_the_inference_thread_ends_the_run(start):
     def agent(env_outputs, state):
         raise KeyError("out of memory, say")
 
-    server = start(FakeServer(obey(2)))
-    rig = start(Rig([server.address], agent, (), reconnect=True))
+    rig = start(Rig([start(FakeServer(obey(2))).address], agent, (), reconnect=True))
     with pytest.raises(KeyError):
         rig.threads[1].result()
     rig.threads[1].error = None  # whose traceback holds the batch
@@ -378,7 +368,6 @@ def test_a_server_that_is_missing_or_silent_is_named(start, tmp_path):
         assert time.monotonic() - begin > 0.2
 
 
-@pytest.mark.whole
 def test_a_slow_agent_or_learner_is_not_held_against_the_server(start):
     may_answer = threading.Event()
 
@@ -388,10 +377,10 @@ def test_a_slow_agent_or_learner_is_not_held_against_the_server(start):
 
     server = start(ServerThread(counting.Counting))
     waits_for_agent, waits_for_learner = (
-        start(Rig([server.address], agent, limit=1, step_timeout_s=5)) for agent in (agent, answer)
+        start(Rig([server.address], agent, limit=1, step_timeout_s=3)) for agent in (agent, answer)
     )
     wait_until(lambda: waits_for_learner.pool.count() == 2 * T)
-    time.sleep(5.5)  # longer than a server may take
+    time.sleep(3.5)  # longer than a server may take
     may_answer.set()
     for rig in (waits_for_agent, waits_for_learner):
         check_chain(rig.columns(4), STATE)
@@ -513,9 +502,8 @@ CONVERSATIONS = {
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_a_malformed_message_is_a_clear_connection_error(start, name):
     server = start(FakeServer(say(*CONVERSATIONS[name])))
-    rig = start(Rig([server.address], act_zero, ()))
     with pytest.raises(ConnectionError, match=re.escape(server.address)) as caught:
-        rig.running.result()
+        start(Rig([server.address], act_zero, ())).running.result()
     assert len(str(caught.value)) > len(server.address) + 20  # it says what
 
 
@@ -556,23 +544,19 @@ def test_a_lying_server_costs_its_stream_alone_and_is_named(start, lie, first):
     assert query_server(good.address, check=lambda handshake: ranges)["num_envs"] == 2
 
 
-def test_texts_of_a_server_cannot_forge_lines_or_move_the_cursor(start):
-    error = "\x1b[2J\x9b1A\r\u2028\u202e\n[INFO] Saved é"
-    server = start(FakeServer(say(make_first(), rpcenv_pb2.Step(error=error))))
-    rig = start(Rig([server.address], act_zero, ()))
-    with pytest.raises(ConnectionError) as caught:
-        rig.running.result()
-    escaped = r"\x1b[2J\x9b1A\r\u2028\u202e" + "\n  | [INFO] Saved é"
-    assert str(caught.value).endswith(f"says: {escaped}")
+EVIL = "\x1b[2J\x9b1A\r\u2028\u202e\n[INFO] Saved é"
+ESCAPED = r"\x1b[2J\x9b1A\r\u2028\u202e" + "\n  | [INFO] Saved é"
 
 
-def test_of_an_environments_error_the_end_is_shown(start):
-    error = 100_000 * "x" + "ValueError: the ball is lost"
-    server = start(FakeServer(say(make_first(), rpcenv_pb2.Step(error=error))))
-    rig = start(Rig([server.address], act_zero, ()))
-    with pytest.raises(ConnectionError, match="says: \\.\\.\\.xxx.*the ball is lost$") as caught:
-        rig.running.result()
-    assert 20_000 < len(str(caught.value)) < 20_200
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [(EVIL, re.escape(ESCAPED)), (100_000 * "x" + "end", r"\.\.\.x{19900,20100}end")],
+    ids=["forges a line", "long"],
+)
+def test_a_servers_text_is_escaped_and_of_a_long_one_the_end_shown(start, text, shown):
+    server = start(FakeServer(say(make_first(), rpcenv_pb2.Step(error=text))))
+    with pytest.raises(ConnectionError, match=f"says: {shown}$"):
+        start(Rig([server.address], act_zero, ())).running.result()
 
 
 @pytest.mark.parametrize("seconds", [1e10, float("inf")])
@@ -604,27 +588,20 @@ def test_rollouts_that_do_not_fit_into_memory_cost_their_stream(start):
 
 
 STOPPED = """
-import sys, threading, torch
-from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
+import sys
+from rig import Rig, act_zero
 
-queue, batcher = BatchingQueue(), DynamicBatcher()
-pool = ActorPool(2, queue, batcher, sys.argv[1:], (), step_timeout_s=11)
-
-def answer():
-    for batch in batcher:
-        (_, reward, *_), state = batch.get_inputs()
-        batch.set_outputs(((torch.zeros_like(reward, dtype=torch.int64),), state))
-
-for function in (pool.run, answer):
-    threading.Thread(target=function, daemon=True).start()
-next(queue)
+Rig(sys.argv[1:], act_zero, (), step_timeout_s=3).take()
 print("a rollout")
 """
 
 
 @pytest.mark.whole
-def test_a_learner_that_was_stopped_finds_its_streams_again(start, tmp_path):
+def test_a_learner_that_was_stopped_finds_its_streams_again(start, tmp_path, monkeypatch):
     """For longer than an answer may take, and than servers wait for a learner on TCP."""
+    keepalive = dict(server_module._KEEPALIVE) | {"grpc.keepalive_time_ms": 1000}
+    keepalive |= {"grpc.keepalive_timeout_ms": 1000, "grpc.http2.ping_timeout_ms": 2000}
+    monkeypatch.setattr(server_module, "_KEEPALIVE", tuple(keepalive.items()))
     is_stepping, go_on = threading.Event(), threading.Event()
 
     class Gate(counting.Counting):
@@ -634,12 +611,14 @@ def test_a_learner_that_was_stopped_finds_its_streams_again(start, tmp_path):
             return super().step(action)
 
     server = start(ServerThread(Gate, f"unix:{tmp_path}/socket"))
-    command = [sys.executable, "-c", STOPPED, server.address]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as learner:
+    command, path = [sys.executable, "-c", STOPPED, server.address], {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=HELPERS, env=os.environ | path
+    ) as learner:
         try:
             assert is_stepping.wait(DEADLINE)
             learner.send_signal(signal.SIGSTOP)
-            time.sleep(22)
+            time.sleep(11)  # the pool takes 10 seconds without a look at its streams for a stop
             learner.send_signal(signal.SIGCONT)
             time.sleep(1)  # in which it looks at its streams
             go_on.set()
