@@ -50,8 +50,7 @@ class Catch:
 
 def serve(address):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    server = Server(Catch, server_address=address)
-    server.run()
+    Server(Catch, server_address=address).run()
 
 
 def start(flags):
@@ -63,12 +62,8 @@ def start(flags):
     return processes, addresses
 
 
-def main(flags):
-    processes, _ = start(flags)
+if __name__ == "__main__":
+    processes, _ = start(parser.parse_args())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # upon which daemons are ended
     for process in processes:
         process.join()
-
-
-if __name__ == "__main__":
-    main(parser.parse_args())

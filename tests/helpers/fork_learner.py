@@ -6,7 +6,6 @@ python tests/helpers/fork_learner.py --pipes_basename unix:/tmp/catch
 
 import argparse
 import collections
-import logging
 import pathlib
 import random
 import sys
@@ -21,6 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 
 import fork_env
 import nest
+from deadline import Thread
 
 import libtorchbeast
 import vtrace
@@ -31,67 +31,56 @@ parser.add_argument("--num_actors", type=int, default=8)
 parser.add_argument("--total_steps", type=int, default=300_000)
 parser.add_argument("--external_servers", action="store_true", help="they are running already")
 
-BATCH_SIZE, UNROLL_LENGTH = 8, 12
-NUM_LEARNER_THREADS = NUM_INFERENCE_THREADS = 2
+BATCH_SIZE, UNROLL_LENGTH, HIDDEN_SIZE = 8, 12, 32
+NUM_THREADS = 2  # of learners, and of inference
 GOAL = 0.9  # mean return of the last episodes at which it stops
 
 
 class Net(nn.Module):
-    def __init__(self, num_actions=3, hidden_size=32):
+    def __init__(self):
         super().__init__()
         self.fc = nn.Linear(fork_env.ROWS * fork_env.COLUMNS + fork_env.COLUMNS, 64)
-        self.core = nn.LSTM(64, hidden_size)
-        self.policy = nn.Linear(hidden_size + 64, num_actions)
-        self.baseline = nn.Linear(hidden_size + 64, 1)
+        self.core = nn.LSTM(64, HIDDEN_SIZE)
+        self.policy = nn.Linear(HIDDEN_SIZE + 64, 3)
+        self.baseline = nn.Linear(HIDDEN_SIZE + 64, 1)
 
     def initial_state(self, batch_size=1):
-        return tuple(
-            torch.zeros(self.core.num_layers, batch_size, self.core.hidden_size) for _ in range(2)
-        )
+        return tuple(torch.zeros(1, batch_size, HIDDEN_SIZE) for _ in range(2))
 
-    def forward(self, inputs, core_state):
-        board, paddle = inputs["frame"]["board"], inputs["frame"]["paddle"]
-        T, B = inputs["done"].shape
-        paddle = F.one_hot(paddle, fork_env.COLUMNS).float()
-        x = F.relu(self.fc(torch.cat([board.flatten(2), paddle], dim=-1)))
+    def forward(self, frame, done, core_state):
+        paddle = F.one_hot(frame["paddle"], fork_env.COLUMNS).float()
+        x = F.relu(self.fc(torch.cat([frame["board"].flatten(2), paddle], dim=-1)))
         core_outputs = []
-        notdone = (~inputs["done"]).float()
-        for x_t, nd in zip(x.unbind(), notdone.unbind(), strict=True):
-            nd = nd.view(1, -1, 1)
-            core_state = nest.map(nd.mul, core_state)
+        for x_t, notdone in zip(x, (~done).float().unsqueeze(-1), strict=True):
+            core_state = nest.map(notdone.mul, core_state)
             output, core_state = self.core(x_t.unsqueeze(0), core_state)
             core_outputs.append(output)
         x = torch.cat([torch.cat(core_outputs), x], dim=-1)
         policy_logits = self.policy(x)
-        baseline = self.baseline(x).view(T, B)
-        action = torch.multinomial(F.softmax(policy_logits.flatten(0, 1), dim=1), 1).view(T, B)
-        return (action, policy_logits, baseline), core_state
+        action = torch.distributions.Categorical(logits=policy_logits).sample()
+        return (action, policy_logits, self.baseline(x).squeeze(-1)), core_state
 
 
 def inference(inference_batcher, model, lock):
     with torch.no_grad():
         for batch in inference_batcher:
-            batched_env_outputs, agent_state = batch.get_inputs()
-            frame, reward, done, *_ = batched_env_outputs
+            (frame, _, done, *_), agent_state = batch.get_inputs()
             frame["board"] = frame["board"].float().div_(255)
             with lock:
-                outputs = model({"frame": frame, "done": done}, agent_state)
+                outputs = model(frame, done, agent_state)
             batch.set_outputs(outputs)
 
 
 def compute_loss(model, batch, initial_agent_state):
     (frame, reward, done, *_), (action, behavior_policy_logits, _) = batch
-    learner_outputs, _ = model({"frame": frame, "done": done}, initial_agent_state)
-    _, policy_logits, baseline = learner_outputs
-    action, behavior_policy_logits = action[1:], behavior_policy_logits[1:]
-    reward, done = reward[1:], done[1:]
-    policy_logits, values = policy_logits[:-1], baseline[:-1]
+    (_, policy_logits, baseline), _ = model(frame, done, initial_agent_state)
+    action, policy_logits, values = action[1:], policy_logits[:-1], baseline[:-1]
     targets = vtrace.from_logits(
-        behavior_policy_logits=behavior_policy_logits,
+        behavior_policy_logits=behavior_policy_logits[1:],
         target_policy_logits=policy_logits,
         actions=action,
-        discounts=(~done).float() * 0.99,
-        rewards=reward,
+        discounts=(~done[1:]).float() * 0.99,
+        rewards=reward[1:],
         values=values,
         bootstrap_value=baseline[-1],
     )
@@ -111,8 +100,7 @@ def learn(learner_queue, model, actor_model, optimizer, stats, lock, actor_lock)
     replay = collections.deque(maxlen=50)  # of batches, each with the sum of all that it holds
     for tensors in learner_queue:
         batch, initial_agent_state = tensors
-        env_outputs, _ = batch
-        frame, reward, done, episode_step, episode_return = env_outputs
+        (frame, reward, done, episode_step, episode_return), _ = batch
         frame["board"] = frame["board"].float().div_(255)
         returns = episode_return[1:][done[1:]].tolist()
         reward.clamp_(-1, 1)  # all in place: the batch is ours
@@ -133,11 +121,8 @@ def learn(learner_queue, model, actor_model, optimizer, stats, lock, actor_lock)
                 actor_model.load_state_dict(model.state_dict())
             stats["step"] += UNROLL_LENGTH * BATCH_SIZE
             stats["returns"].extend(returns)
-
-
-def mean_return(stats):
-    returns = list(stats["returns"])
-    return sum(returns) / len(returns) if len(returns) == stats["returns"].maxlen else float("nan")
+            if len(stats["returns"]) == stats["returns"].maxlen:
+                stats["mean_return"] = sum(stats["returns"]) / len(stats["returns"])
 
 
 def train(flags):
@@ -145,8 +130,6 @@ def train(flags):
     servers, addresses = [], [f"{flags.pipes_basename}.{i}" for i in range(flags.num_servers)]
     if not flags.external_servers:
         servers, addresses = fork_env.start(flags)
-    addresses = [addresses[i % len(addresses)] for i in range(flags.num_actors)]
-
     learner_queue = libtorchbeast.BatchingQueue(
         batch_dim=1,
         minimum_batch_size=BATCH_SIZE,
@@ -168,49 +151,34 @@ def train(flags):
         unroll_length=UNROLL_LENGTH,
         learner_queue=learner_queue,
         inference_batcher=inference_batcher,
-        env_server_addresses=addresses,
+        env_server_addresses=[addresses[i % len(addresses)] for i in range(flags.num_actors)],
         initial_agent_state=model.initial_state(),
     )
-
-    errors = []
-    stats = {"step": 0, "returns": collections.deque(maxlen=300)}
+    stats = {"step": 0, "returns": collections.deque(maxlen=300), "mean_return": float("nan")}
     lock, actor_lock = threading.Lock(), threading.Lock()
-
-    def run(function, *args):
-        try:
-            function(*args)
-        except Exception as error:
-            logging.exception("A thread failed")
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(actors.run,), name="actor-pool-thread")]
-    for i in range(NUM_LEARNER_THREADS):
-        args = (learn, learner_queue, model, actor_model, optimizer, stats, lock, actor_lock)
-        threads.append(threading.Thread(target=run, args=args, name=f"learner-{i}"))
-    for i in range(NUM_INFERENCE_THREADS):
-        args = (inference, inference_batcher, actor_model, actor_lock)
-        threads.append(threading.Thread(target=run, args=args, name=f"inference-{i}"))
-    for thread in threads:
-        thread.start()
-
+    learning = (learn, learner_queue, model, actor_model, optimizer, stats, lock, actor_lock)
+    threads = [Thread(actors.run)]
+    for _ in range(NUM_THREADS):
+        threads += [
+            Thread(*learning),
+            Thread(inference, inference_batcher, actor_model, actor_lock),
+        ]
     try:
-        while stats["step"] < flags.total_steps and not errors and not mean_return(stats) >= GOAL:
+        while stats["step"] < flags.total_steps and not stats["mean_return"] >= GOAL:
+            if not all(thread.is_alive() for thread in threads):
+                break
             time.sleep(0.05)
-            logging.info("actors' steps %i, mean return %.2f", actors.count(), mean_return(stats))
+            print(f"actors' steps {actors.count()}", flush=True)
     finally:
         inference_batcher.close()
         learner_queue.close()
-        for thread in threads:
-            thread.join()
         for server in servers:
             server.terminate()
-        for server in servers:
             server.join()
-    if errors:
-        raise errors[0]
-    logging.info("mean return %.3f after %i steps", mean_return(stats), stats["step"])
+    for thread in threads:
+        thread.result()
+    print(f"mean return {stats['mean_return']:.3f} after {stats['step']} steps")
 
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stdout)
     train(parser.parse_args())
