@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from catch import monobeast
-from program import HELPERS, ROOT, column, load, read_rows, run
+from program import ROOT, column, load, read_rows, run, split_words
 
 import gala
 import ppo
@@ -20,19 +20,16 @@ NUM_UPDATES = LOG_UPDATES + 10
 STEPS = NUM_UPDATES * 4 * 5
 
 
-def train(folder, name, *arguments):
+def train(folder, name, arguments):
     """Return the rows of the log without times, and the final weights."""
-    status, output = run(
-        HELPERS / "catch.py", "--env Catch --deterministic", ARGUMENTS, *arguments,
-        "--xpid", name, "--savedir", folder,
-    )  # fmt: skip
-    assert status == 0, output
+    where = ("--env Catch --deterministic --xpid", name, "--savedir", folder)
+    assert monobeast.main(split_words([ARGUMENTS, arguments, *where])) == 0
     rows = read_rows(folder / name)
     assert TIMES <= rows[0].keys()
     weights = load(folder / name / "model.tar")["model_state_dict"]
     for row in rows:  # of what no seed decides
-        for name in [k for k in row if k in TIMES or "joule" in k]:
-            row.pop(name)
+        for key in [k for k in row if k in TIMES or "joule" in k]:
+            row.pop(key)
     return rows, weights
 
 

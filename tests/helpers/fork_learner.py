@@ -157,12 +157,10 @@ def train(flags):
     stats = {"step": 0, "returns": collections.deque(maxlen=300), "mean_return": float("nan")}
     lock, actor_lock = threading.Lock(), threading.Lock()
     learning = (learn, learner_queue, model, actor_model, optimizer, stats, lock, actor_lock)
+    acting = (inference, inference_batcher, actor_model, actor_lock)
     threads = [Thread(actors.run)]
     for _ in range(NUM_THREADS):
-        threads += [
-            Thread(*learning),
-            Thread(inference, inference_batcher, actor_model, actor_lock),
-        ]
+        threads += [Thread(*learning), Thread(*acting)]
     try:
         while stats["step"] < flags.total_steps and not stats["mean_return"] >= GOAL:
             if not all(thread.is_alive() for thread in threads):
