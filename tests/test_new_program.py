@@ -2,10 +2,12 @@
 """The program in docs/new_program.md runs as it stands there, with few lines for systems."""
 
 import ast
+import importlib
+import logging
 import re
 
 import pytest
-from program import ROOT, column, last_step, load, read_rows, run
+from program import ROOT, column, last_step, load, read_rows, run, split_words
 
 PAGE = (ROOT / "docs" / "new_program.md").read_text()
 (PROGRAM,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
@@ -26,21 +28,25 @@ def test_what_is_not_its_algorithm_takes_at_most_100_lines():
 
 
 @pytest.mark.whole
-def test_the_program_learns_resumes_and_plays(tmp_path):
+def test_the_program_learns_resumes_and_plays(tmp_path, monkeypatch, caplog, capsys):
+    caplog.set_level(logging.INFO)
     script, folder = tmp_path / "reinforce.py", tmp_path / "runs" / "cartpole"
     script.write_text(PROGRAM)
-
-    def reinforce(*arguments):
-        where = ("--xpid cartpole --savedir", folder.parent)
-        status, output = run(script, *where, *arguments, PYTHONPATH=str(ROOT))
-        assert status == 0, output
-        return output
-
-    reinforce("--env CartPole-v1 --seed 1 --total_steps 8000")
+    where = ("--xpid cartpole --savedir", folder.parent)
+    arguments = (*where, "--env CartPole-v1 --seed 1 --total_steps 8000")
+    status, output = run(script, *arguments, PYTHONPATH=str(ROOT))
+    assert status == 0, output
     first, step = load(folder / "model.tar"), last_step(folder)
     assert step >= 8000 and column(read_rows(folder), "baseline_loss")
-    output = reinforce("--total_steps 16000 --eval_interval 4000 --num_episodes 2")
-    assert f"Resuming {folder} at step {step:,}" in output
+
+    monkeypatch.syspath_prepend(tmp_path)  # the rest in this process, which is faster
+    reinforce = importlib.import_module("reinforce")
+
+    def main(arguments):
+        assert reinforce.main(split_words([*where, arguments])) == 0
+
+    main("--total_steps 16000 --eval_interval 4000 --num_episodes 2")
+    assert f"Resuming {folder} at step {step:,}" in caplog.text
     assert last_step(folder) >= 16000
     second = load(folder / "model.tar")
     assert any(
@@ -48,5 +54,5 @@ def test_the_program_learns_resumes_and_plays(tmp_path):
         for name, weights in first["model_state_dict"].items()
     )
     assert column(read_rows(folder), "mean_episode_return")[-1] > 30  # a random player: 22
-    output = reinforce("--mode test --num_episodes 3")
-    assert "3 games: mean return" in output
+    main("--mode test --num_episodes 3")
+    assert "3 games: mean return" in capsys.readouterr().out

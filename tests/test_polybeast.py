@@ -75,7 +75,7 @@ def test_servers_whose_main_process_is_killed_are_restarted(tmp_path):
 @pytest.fixture(
     scope="module",
     # Of what a server that says nothing any more is lost: the limit of an answer, or keepalive.
-    params=[("10", "hangs"), pytest.param(("300", "was lost"), marks=pytest.mark.long)],
+    params=[("5", "hangs"), pytest.param(("300", "was lost"), marks=pytest.mark.long)],
     ids=["answer", "keepalive"],
 )
 def survived(request, tmp_path_factory):
