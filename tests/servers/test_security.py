@@ -52,18 +52,20 @@ def folders(tmp_path_factory):
 
 def as_flags(folders, certificate=None, ca=None, token_file=None):
     """Return flags: `certificate` like "own/server", `ca` a folder, by default that of it."""
-    flags = dict.fromkeys(("tls_cert", "tls_key", "tls_ca", "auth_token_file"))
-    if certificate:
-        flags["tls_cert"] = str(folders / f"{certificate}.pem")
-        flags["tls_key"] = str(folders / f"{certificate}.key")
-        flags["tls_ca"] = str(folders / (ca or certificate.split("/")[0]) / "ca.pem")
-    if token_file:
-        flags["auth_token_file"] = str(folders / token_file)
-    return argparse.Namespace(**flags)
+    names = (certificate and f"{certificate}.pem", certificate and f"{certificate}.key")
+    names += (certificate and f"{ca or certificate.split('/')[0]}/ca.pem", token_file)
+    paths = [str(folders / name) if name else None for name in names]
+    keys = ("tls_cert", "tls_key", "tls_ca", "auth_token_file")
+    return argparse.Namespace(**dict(zip(keys, paths, strict=True)))
 
 
 def as_words(flags):
     return [f"--{name}={value}" for name, value in vars(flags).items() if value]
+
+
+def both(folders, *args, **kwargs):
+    """Return the credentials of a server and of a learner."""
+    return [credentials.load(as_flags(folders, who, *args, **kwargs)) for who in (SERVER, LEARNER)]
 
 
 @pytest.mark.parametrize("address", [ANY_PORT, "unix:{}/socket", "localhost:0", "[::1]:0"])
@@ -71,11 +73,9 @@ def as_words(flags):
 def test_tls_and_token_work_with_the_learners_core(folders, tmp_path, address, how):
     if "::1" in address and not socket.has_ipv6:
         pytest.skip("no IPv6")
-    flags = [
-        as_flags(folders, how != "token" and who, token_file=how != "tls" and "token")
-        for who in (SERVER, LEARNER)
-    ]
-    theirs, ours = map(credentials.load, flags)
+    theirs, ours = both(folders, token_file=None if how == "tls" else "token")
+    if how == "token":
+        theirs["tls"] = ours["tls"] = None
     with serving(Counting, address.format(tmp_path), **theirs) as address:
         assert query_server(address, 3, **ours)["num_envs"] == 3
         with contextlib.closing(Rig([address] * 2, act_zero, (), **ours)) as rig:
@@ -90,13 +90,12 @@ HANDSHAKES = [
 ]
 
 
-@pytest.mark.whole
 def test_a_failed_handshake_is_reported_as_grpc_does(folders):
     def check(theirs, ours, message):
         access = credentials.load(as_flags(folders, *ours))
-        with serving(Old, ANY_PORT, **credentials.load(as_flags(folders, *theirs))) as address:
+        with serving(Old, **credentials.load(as_flags(folders, *theirs))) as address:
             with pytest.raises(TimeoutError, match=message):
-                query_server(address, connect_timeout_s=5, **access)
+                query_server(address, connect_timeout_s=3, **access)
 
     for thread in [Thread(check, *arguments) for arguments in HANDSHAKES]:
         thread.result()
@@ -106,8 +105,8 @@ def test_a_learner_needs_one_server_that_takes_it(folders, caplog):
     message = "refused by the environment server at {}: .* the learner has another one"
     access = {"auth_token": TOKEN}
     with (
-        serving(Old, ANY_PORT, auth_token="another") as strange,
-        serving(None, ANY_PORT, make_environments=make_many(Catch), auth_token=TOKEN) as good,
+        serving(Old, auth_token="another") as strange,
+        serving(None, make_environments=make_many(Catch), auth_token=TOKEN) as good,
     ):
         assert servers.query_servers([strange, good], None, credentials=access)["num_envs"] == 1
         assert re.search(message.format(strange), caplog.text)
@@ -118,18 +117,16 @@ def test_a_learner_needs_one_server_that_takes_it(folders, caplog):
 def test_actors_that_are_refused_say_so():
     with serving(Counting, auth_token=TOKEN) as address:
         message = f"refused by the environment server at {address}: .* another one"
-        arguments, options = ([address], act_zero, ()), {"auth_token": "other"}
-        with contextlib.closing(Rig(*arguments, reconnect=True, **options)) as rig:
+        rig = Rig([address], act_zero, (), auth_token="other", reconnect=True)
+        with contextlib.closing(rig):
             assert "trying again in" in rig.wait_for_event(message)[0]
-        rig = Rig(*arguments, **options)
+        pool = ActorPool(1, BatchingQueue(), DynamicBatcher(), [address], (), auth_token="other")
         with pytest.raises(ConnectionRefusedError, match=message):
-            rig.running.result()
-        with contextlib.suppress(ConnectionRefusedError):
-            rig.close()
+            pool.run()
 
 
 def test_a_stranger_has_nothing_made_and_does_not_fill_the_log(caplog):
-    with serving(Counted, ANY_PORT, auth_token=TOKEN) as address:
+    with serving(Counted, auth_token=TOKEN) as address:
         for options in ({}, {"auth_token": TOKEN[:-1]}, {"auth_token": TOKEN + "x"}, {}, {}):
             code, details = refusal(address, num_envs=4000, **options)
             assert code == grpc.StatusCode.UNAUTHENTICATED and TOKEN not in details
@@ -199,12 +196,12 @@ def test_an_unusable_file_is_named_before_anything_starts(folders, tmp_path, not
     assert not (tmp_path / "runs").exists()
 
 
-def test_tls_takes_three_files(folders):
-    for left_out in ("tls_cert", "tls_key", "tls_ca"):
-        flags = as_flags(folders, "own/server")
-        setattr(flags, left_out, None)
-        with pytest.raises(ValueError, match=f"go together, but there is no --{left_out}"):
-            credentials.load(flags)
+@pytest.mark.parametrize("left_out", ["tls_cert", "tls_key", "tls_ca"])
+def test_tls_takes_three_files(folders, left_out):
+    flags = as_flags(folders, SERVER)
+    setattr(flags, left_out, None)
+    with pytest.raises(ValueError, match=f"go together, but there is no --{left_out}"):
+        credentials.load(flags)
 
 
 @pytest.mark.parametrize("name", ["own/server.key", "token"])
@@ -247,9 +244,8 @@ def test_servers_refuse_to_be_open_to_all(address, nothing_starts):
 @pytest.mark.parametrize("access", [{"insecure": True}, {"auth_token": TOKEN}])
 def test_servers_serve_everywhere_where_that_is_wanted_or_safe(access):
     with serving(Old, "0.0.0.0:0", **access) as address:
-        port = address.rpartition(":")[2]
-        token = access.get("auth_token")
-        assert query_server(f"127.0.0.1:{port}", auth_token=token)["num_envs"] == 1
+        local, token = address.replace("0.0.0.0", "127.0.0.1"), access.get("auth_token")
+        assert query_server(local, auth_token=token)["num_envs"] == 1
 
 
 def action_of(size):
@@ -258,7 +254,7 @@ def action_of(size):
 
 
 def test_actions_and_metadata_have_a_largest_size():
-    with serving(Old, ANY_PORT) as address, Stream(address) as stream:
+    with serving(Old) as address, Stream(address) as stream:
         stream.send(action_of(wire.MAX_ACTION_BYTES - 100))
         with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
             stream.send(action_of(wire.MAX_ACTION_BYTES + 1))
@@ -269,7 +265,7 @@ def test_actions_and_metadata_have_a_largest_size():
 
 
 def test_messages_that_grow_when_they_are_read_are_refused():
-    with serving(Old, ANY_PORT) as address, grpc.insecure_channel(address) as channel:
+    with serving(Old) as address, grpc.insecure_channel(address) as channel:
         call = channel.stream_stream("/rpcenv.RPCEnvServer/StreamingEnv")(
             iter([action_of(10**6)]), timeout=DEADLINE, compression=grpc.Compression.Gzip
         )
@@ -278,18 +274,18 @@ def test_messages_that_grow_when_they_are_read_are_refused():
                 pass
 
 
-@pytest.mark.parametrize("with_tls", [False, True])
-def test_those_who_say_nothing_do_not_keep_others_out(folders, monkeypatch, with_tls):
-    options = dict(server_module._OPTIONS) | {
-        "grpc.server_handshake_timeout_ms": 1000,
-        "grpc.max_connection_idle_ms": 1000,
-        "grpc.max_allowed_incoming_connections": 4,
-    }
+@pytest.fixture
+def limits(monkeypatch):
+    """Give servers low limits of silence and of connections."""
+    options = {"grpc.server_handshake_timeout_ms": 500, "grpc.max_connection_idle_ms": 500}
+    options = dict(server_module._OPTIONS) | options | {"grpc.max_allowed_incoming_connections": 4}
     monkeypatch.setattr(server_module, "_OPTIONS", tuple(options.items()))
-    theirs, ours = (
-        credentials.load(as_flags(folders, with_tls and who)) for who in (SERVER, LEARNER)
-    )
-    with serving(Old, ANY_PORT, **theirs) as address, contextlib.ExitStack() as stack:
+
+
+@pytest.mark.parametrize("with_tls", [False, True])
+def test_those_who_say_nothing_do_not_keep_others_out(folders, limits, with_tls):
+    theirs, ours = both(folders) if with_tls else ({}, {})
+    with serving(Old, **theirs) as address, contextlib.ExitStack() as stack:
         host, _, port = address.rpartition(":")
         silent = [
             stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(10)
@@ -302,10 +298,8 @@ def test_those_who_say_nothing_do_not_keep_others_out(folders, monkeypatch, with
         assert query_server(address, timeout_s=DEADLINE, **ours)["num_envs"] == 1
 
 
-def test_a_learner_stays_while_it_has_nothing_to_say(monkeypatch):
-    options = dict(server_module._OPTIONS) | {"grpc.max_connection_idle_ms": 200}
-    monkeypatch.setattr(server_module, "_OPTIONS", tuple(options.items()))
-    with serving(Old, ANY_PORT) as address, Stream(address) as quiet:
+def test_a_learner_stays_while_it_has_nothing_to_say(limits):
+    with serving(Old) as address, Stream(address) as quiet:
         with grpc.insecure_channel(address) as channel:  # one with a connection alone
             states = []
             channel.subscribe(states.append, try_to_connect=True)
