@@ -84,15 +84,17 @@ class Overtaken(nn.Module):
         }, agent_state + 1
 
 
+def create_learner(model):
+    return SimpleNamespace(lock=threading.RLock(), model=model, weights=LocalWeights(model))
+
+
 class Answers:
     """Inference threads, and the streams and the learner as far as they know them."""
 
     def __init__(self, precision, model, num_threads):
         self.batcher = libtorchbeast.DynamicBatcher(batch_dim=1, maximum_batch_size=64)
         self.sizes, self.count_batch = [], lambda size: self.sizes.append(size)
-        self.learner = SimpleNamespace(
-            lock=threading.RLock(), model=model, weights=LocalWeights(model)
-        )
+        self.learner = create_learner(model)
         flags = polybeast.parser.parse_args(["--precision", precision])
         arguments = (polybeast.inference, flags, self.learner, CPU, self, RUN)
         self.threads = [Thread(*arguments) for _ in range(num_threads)]
@@ -136,27 +138,27 @@ def test_answers_hold_the_version_of_the_weights_that_gave_them(monkeypatch):
     assert max(answers.sizes) <= 10
 
 
-class OneLayer(nn.Module):
+class Scale(nn.Module):
+    """Scales the reward, and acts at random."""
+
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(1, 1)
+        self.layer = nn.Linear(1, 1, bias=False)
 
     def forward(self, inputs, agent_state):
         value = self.layer(inputs["reward"].unsqueeze(-1)).squeeze(-1)
-        assert value.dtype == torch.bfloat16
-        return {"action": torch.zeros(value.shape, dtype=torch.int64), "value": value}, ()
+        return {"action": torch.randint(3, value.shape), "value": value}, agent_state
 
 
 def test_answers_in_bf16_are_of_the_newest_weights():
-    model = OneLayer()
+    model = Scale()
     answers = Answers("bf16", model, 1)
     for weight in (1.0, 2.0, 3.0):
-        nn.init.constant_(model.layer.weight, weight)
-        nn.init.zeros_(model.layer.bias)
+        nn.init.constant_(model.layer.weight, weight + 2**-10)  # more than bf16 can hold
         answers.learner.weights.publish(model)
-        inputs = ({"reward": torch.full((1, 2), 10.0)}, ())
+        inputs = ({"reward": torch.full((1, 2), 8.0)}, ())
         outputs, _ = Thread(answers.batcher.compute, inputs).result()
-        assert outputs["value"].tolist() == [[10 * weight] * 2]
+        assert outputs["value"].tolist() == [[8 * weight] * 2]
         assert outputs["value"].dtype == torch.float32
     answers.close()
 
@@ -164,20 +166,8 @@ def test_answers_in_bf16_are_of_the_newest_weights():
 T, PERIOD = 5, 8  # seven steps, the last of them to the limit, and the reset
 
 
-class RandomNet(nn.Module):
-    """Acts at random."""
-
-    def __init__(self):
-        super().__init__()
-        self.unused = nn.Parameter(torch.zeros(1))
-
-    def forward(self, inputs, agent_state):
-        return {"action": torch.randint(3, inputs["reward"].shape)}, agent_state
-
-
 def test_a_batch_says_who_acted_and_has_rows_of_time_limits():
-    model = RandomNet()
-    learner = SimpleNamespace(lock=threading.RLock(), model=model, weights=LocalWeights(model))
+    learner = create_learner(Scale())
     echoes = make_many(lambda: Echo(length=PERIOD - 1, truncates=True))
     with serving(None, "127.0.0.1:0", make_environments=echoes) as address:
         flags = polybeast.parser.parse_args(["--server_addresses", address])
