@@ -314,48 +314,30 @@ CHILD = """
         thread.assert_blocked()
         return thread
 
-    def a_full_queue():
-        queue = BatchingQueue(maximum_queue_size=1, maximum_batch_size=1)
-        queue.enqueue(one)
-        return queue
+    def start_all():
+        full = BatchingQueue(maximum_queue_size=1, maximum_batch_size=1)
+        full.enqueue(one)
+        empty, idle, busy = BatchingQueue(), DynamicBatcher(timeout_ms=None), DynamicBatcher()
+        threads = [start(next, empty), start(list, empty), start(full.enqueue, one)]
+        threads += [start(next, idle), start(list, idle), Thread(attempt, busy.compute, one)]
+        batch = next(busy)
+        threads.append(start(busy.compute, one))
+        return [full, empty, idle, busy], threads, batch
 
     one = np.zeros((1, 1))
-    queue = BatchingQueue()
-    thread = start(next, queue)
-    queue.close()
-    assert thread.result() == "StopIteration"
-
-    queue = a_full_queue()
-    thread = start(queue.enqueue, one)
-    assert queue.size() == 1 and not queue.is_closed()
-    next(queue)
-    thread.result()
-    thread = start(queue.enqueue, one)
-    queue.close()
-    assert thread.result() == "ClosedBatchingQueue"
-
-    batcher = DynamicBatcher(timeout_ms=None)
-    server = start(next, batcher)
-    caller = Thread(attempt, batcher.compute, one)
-    batch = server.result()
-    server.value = None
+    (full, *others), threads, batch = start_all()
+    next(full)
+    assert threads.pop(2).result() is None
+    threads.append(start(full.enqueue, one))
     batch.get_inputs()
-    caller.assert_blocked()
     del batch
     gc.collect()
-    assert caller.result() == "AsyncError"
-
-    server = start(next, batcher)
-    batcher.close()
-    assert server.result() == "StopIteration"
-
-    # And the program ends.
-    empty, idle, busy = BatchingQueue(), DynamicBatcher(), DynamicBatcher()
-    threads = [start(next, empty), start(list, empty), start(a_full_queue().enqueue, one)]
-    threads += [start(next, idle), start(list, idle)]
-    threads.append(Thread(busy.compute, one))
-    batch = next(busy)
-    threads.append(start(busy.compute, one))
+    assert threads.pop(4).result() == "AsyncError"
+    for closable in (full, *others):
+        closable.close()
+    ends = [thread.result() for thread in threads]
+    assert ends == ["StopIteration", [], "StopIteration", [], *2 * ["ClosedBatchingQueue"]], ends
+    left = start_all()  # and the program ends
 """
 
 
