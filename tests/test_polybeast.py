@@ -34,16 +34,7 @@ import polybeast
 pytestmark = pytest.mark.whole
 
 CATCH, CATCH_SERVER = HELPERS / "catch_poly.py", HELPERS / "catch_env.py"
-ANY_PORT = "127.0.0.1:0"
 ENDLESS = "--total_steps 100_000_000"
-
-
-def out(folder):
-    """Return what out.log holds so far."""
-    try:
-        return (folder / "out.log").read_text()
-    except FileNotFoundError:
-        return ""
 
 
 def test_servers_whose_main_process_is_killed_are_restarted(tmp_path):
@@ -86,12 +77,12 @@ def survived(request, tmp_path_factory):
     with contextlib.ExitStack() as stack:
         near, far = facts.near, facts.far = free_address("127.0.0.1"), free_address("127.0.0.2")
         arguments = "--env Catch --num_servers 1 --envs_per_stream 4 --insecure --server_address"
-        near_server = stack.enter_context(Program(CATCH_SERVER, arguments, near))
-        far_server = stack.enter_context(Program(CATCH_SERVER, arguments, far))
+        near_server, far_server = (
+            stack.enter_context(Program(CATCH_SERVER, arguments, address))
+            for address in (near, far)
+        )
         facts.others = [
-            stack.enter_context(
-                serving(None, ANY_PORT, make_environments=make_many(env, n), env=game)
-            )
+            stack.enter_context(serving(None, make_environments=make_many(env, n), env=game))
             for env, n, game in ((Counter, 4, ""), (Catch, 3, ""), (Catch, 4, "Asterix"))
         ]
         for server in (near_server, far_server):  # only with both are four environments the rule
@@ -104,8 +95,8 @@ def survived(request, tmp_path_factory):
         )  # fmt: skip
 
         def wait_for_text(pattern, since=0):
-            program.wait_until(lambda: re.search(pattern, out(folder)[since:]))
-            return len(out(folder))
+            program.wait_until(lambda: re.search(pattern, program.output[since:]))
+            return len(program.output)
 
         def latest(key):
             return float(read_rows(folder)[-1][key])
@@ -116,7 +107,7 @@ def survived(request, tmp_path_factory):
             facts.steps.append(last_step(folder))
 
         program.wait_until(lambda: last_step(folder) > 0 and latest("connected_actors") == 2)
-        program.wait_until(lambda: out(folder).count("refused: ") >= 3)
+        program.wait_until(lambda: program.output.count("refused: ") >= 3)
 
         (pid,) = near_server.members("spawn_main")
         os.kill(pid, signal.SIGKILL)
@@ -156,8 +147,7 @@ def survived(request, tmp_path_factory):
             os.kill(pid, signal.SIGCONT)
 
         assert far_server.process.poll() is None  # a server stays when the learner goes
-        facts.rows = read_rows(folder)
-        facts.text, facts.checkpoint = out(folder), load(folder / "model.tar")
+        facts.rows, facts.checkpoint = read_rows(folder), load(folder / "model.tar")
     return facts
 
 
@@ -169,7 +159,7 @@ def test_a_run_survives_servers_killed_hanging_or_silent(survived):
     assert "Starting environment servers" not in survived.output
     reconnects = column(survived.rows, "reconnects")
     assert reconnects == sorted(reconnects) and reconnects[0] == 0 and reconnects[-1] >= 3
-    (line,) = set(re.findall(r"No environment server answers: .*", survived.text))
+    (line,) = set(re.findall(r"No environment server answers: .*", survived.output))
     assert survived.near in line and survived.far in line
     assert "The environment servers play Catch" in survived.output
     assert survived.checkpoint["flags"]["env"] == "Catch"
@@ -179,8 +169,8 @@ def test_servers_that_differ_are_refused_by_name(survived):
     reasons = ["has other spaces: .*", "has 3 environments a stream, expected 4"]
     reasons.append("plays Asterix, expected Catch")
     for stream, (address, reason) in enumerate(zip(survived.others, reasons, strict=True), 2):
-        refusal = f"refused: the environment server at {address} {reason}"
-        assert re.search(rf"WARNING .*stream {stream}: {refusal}", survived.text)
+        refusal = f"stream {stream}: refused: the environment server at {address} {reason}"
+        assert re.search(f"WARNING .*{refusal}", survived.output)
     assert max(column(survived.rows, "connected_actors")) == 2
 
 
@@ -192,12 +182,12 @@ def train(tmp_path):
     """
     before = set(threading.enumerate())
 
-    def train(*arguments, env=Catch, num_envs=4):
+    def train(*arguments):
         seeds = []
-        with serving(None, ANY_PORT, make_environments=make_many(env, num_envs, seeds)) as address:
-            arguments = ["--batch_size", "4", *split_words(arguments)]
-            arguments += ["--savedir", str(tmp_path), "--server_addresses", address]
-            return polybeast.main(arguments), seeds[1:]  # the first one only asked for the spaces
+        with serving(None, make_environments=make_many(Catch, 4, seeds)) as address:
+            words = ("--batch_size 4", *arguments, "--server_addresses", address)
+            status = polybeast.main(split_words([*words, "--savedir", tmp_path]))
+            return status, seeds[1:]  # the first one only asked for the spaces
 
     yield train
     names = ("actors", "log events", "watch servers", "inference", "batch and learn", "watchdog")
@@ -225,12 +215,12 @@ def test_an_error_in_inference_ends_the_run_with_it(train, monkeypatch, tmp_path
 def test_the_seed_reaches_model_and_streams_and_resuming_differs(train, monkeypatch, tmp_path):
     weights, seeds = [], []
 
-    class Recorded(catch_poly.Net):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            weights.append(torch.cat([p.detach().flatten() for p in self.parameters()]))
+    def create_net(*args, **kwargs):
+        net = catch_poly.Net(*args, **kwargs)
+        weights.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+        return net
 
-    monkeypatch.setattr(polybeast, "Net", Recorded)
+    monkeypatch.setattr(polybeast, "Net", create_net)
     for xpid, seed in (("a", 3), ("b", 3), ("c", 4)):
         status, asked = train(f"--xpid {xpid} --seed {seed} --num_actors 2 --total_steps 100")
         assert status == 0
