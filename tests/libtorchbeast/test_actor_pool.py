@@ -211,7 +211,7 @@ def test_options_of_a_stream_travel_as_metadata(start):
     assert first.startswith("1,2,3") and second.startswith("4")
 
 
-def test_a_stream_reconnects_with_another_seed_after_longer_pauses(start):
+def test_a_stream_reconnects_with_a_new_seed_and_longer_pauses(start):
     server = start(FakeServer(say(make_first(1), *[make_step(1)] * T)))  # and the stream is over
     rig = start(Rig([server.address], act_zero, (), reconnect=True, seeds=["7"]))
 
@@ -543,7 +543,7 @@ ESCAPED = r"\x1b[2J\x9b1A\r\u2028\u202e" + "\n  | [INFO] Saved é"
     [(EVIL, re.escape(ESCAPED)), (100_000 * "x" + "end", r"\.\.\.x{19900,20100}end")],
     ids=["forges a line", "long"],
 )
-def test_a_servers_text_is_escaped_and_of_a_long_one_the_end_shown(start, text, shown):
+def test_a_servers_text_is_escaped_and_shortened(start, text, shown):
     server = start(FakeServer(say(make_first(), rpcenv_pb2.Step(error=text))))
     with pytest.raises(ConnectionError, match=f"says: {shown}$"):
         start(Rig([server.address], act_zero, ())).running.result()
