@@ -121,8 +121,7 @@ def test_an_error_in_code_of_a_users_own_is_shown_above_the_line(monkeypatch, is
 
 
 def test_integers_may_be_written_as_powers_of_ten():
-    arguments = "--total_steps 5e6 --batch_size 1e1 --seed 0e0".split()
-    flags = monobeast.parser.parse_args(arguments)
+    flags = monobeast.parser.parse_args("--total_steps 5e6 --batch_size 1e1 --seed 0e0".split())
     assert repr((flags.total_steps, flags.batch_size, flags.seed)) == "(5000000, 10, 0)"
 
 
@@ -221,41 +220,25 @@ def test_flags_come_from_the_checkpoint_unless_given(tmp_path):
     assert parse(tmp_path, "", parser).xpid not in ("run", "other")
 
 
-def test_choices_for_the_machine_are_made_anew_unless_given(tmp_path):
-    arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
-    flags = parse_flags(monobeast.parser, [*arguments, "--envs_per_actor", "8"])
-    flags = monobeast.resolve(flags)
-    assert set(flags.chosen) == {"num_actors", "num_buffers", "precision"}
-    flags.num_actors, flags.envs_per_actor, flags.precision = 7, 3, "bf16"
-    save(flags)
-    resumed = parse_flags(monobeast.parser, arguments)
-    assert (resumed.num_actors, resumed.precision, resumed.chosen) == (None, None, [])
-    assert resumed.envs_per_actor == 3
-    assert resumed.num_buffers is None
-    resumed = parse_flags(monobeast.parser, [*arguments, "--num_actors", "5"])
-    assert resumed.num_actors == 5
-
-
-def test_given_buffers_are_kept_on_resume(tmp_path):
-    arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
-    flags = parse_flags(monobeast.parser, [*arguments, "--num_buffers", "100"])
-    flags = monobeast.resolve(flags)
-    assert flags.num_buffers == 100 and "num_buffers" not in flags.chosen
-    save(flags)
-    assert parse_flags(monobeast.parser, arguments).num_buffers == 100
-
-
-def test_polybeasts_choices_are_made_anew_unless_given(tmp_path):
-    arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
-    flags = parse_flags(polybeast.parser, [*arguments, "--num_servers", "3"])
-    flags = polybeast.resolve(flags)
-    assert set(flags.chosen) == {"num_actors", "envs_per_stream", "precision"}
-    save(flags)
-    resumed = parse_flags(polybeast.parser, arguments)
-    assert (resumed.num_servers, resumed.num_actors, resumed.envs_per_stream) == (3, None, None)
-    resumed = polybeast.resolve(resumed)
-    save(resumed)  # and once more: what was kept stays so
-    assert parse_flags(polybeast.parser, arguments).num_servers == 3
+@pytest.mark.parametrize(
+    ("program", "given", "chosen"),
+    [
+        (monobeast, {"envs_per_actor": 8}, {"num_actors", "num_buffers", "precision"}),
+        (monobeast, {"num_buffers": 100}, {"num_actors", "envs_per_actor", "precision"}),
+        (polybeast, {"num_servers": 3}, {"num_actors", "envs_per_stream", "precision"}),
+    ],
+)
+def test_choices_for_the_machine_are_made_anew_unless_given(tmp_path, program, given, chosen):
+    ((name, value),) = given.items()
+    flags = parse(tmp_path, f"--xpid run --{name} {value}", program.parser)
+    for _ in range(2):  # once more: what was kept stays so
+        flags = program.resolve(flags)
+        assert set(flags.chosen) == chosen
+        assert all(getattr(flags, name) is not None for name in chosen)
+        save(flags)
+        flags = parse(tmp_path, "--xpid run", program.parser)
+        assert vars(flags).items() >= (given | dict.fromkeys(chosen)).items()
+    assert parse(tmp_path, "--xpid run --num_actors 5", program.parser).num_actors == 5
 
 
 def test_flags_of_one_call_alone_do_not_come_from_the_checkpoint(tmp_path):
@@ -337,11 +320,9 @@ def test_a_run_without_a_seed_draws_one(tmp_path):
 
 
 def test_the_default_env_is_pong_unless_servers_run_already(tmp_path):
-    arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
-    assert parse_flags(monobeast.parser, arguments).env == "PongNoFrameskip-v4"
-    assert parse_flags(polybeast.parser, arguments).env == "PongNoFrameskip-v4"
-    arguments += ["--server_addresses", "host:50051"]
-    assert parse_flags(polybeast.parser, arguments).env is None
+    for program in (monobeast, polybeast):
+        assert parse(tmp_path, "--xpid run", program.parser).env == "PongNoFrameskip-v4"
+    assert parse(tmp_path, "--server_addresses host:50051", polybeast.parser).env is None
 
 
 def test_other_systems_than_linux_are_refused(tmp_path, monkeypatch):
@@ -366,13 +347,14 @@ def test_a_checkpoint_alone_has_no_module_imported(tmp_path):
 
 
 def test_a_checkpoint_alone_does_not_say_where_a_token_goes(tmp_path):
-    arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
-    save(parse_flags(polybeast.parser, [*arguments, "--server_addresses", "h:1,h:2"]))
-    assert parse_flags(polybeast.parser, arguments).server_addresses == "h:1,h:2"
-    arguments += ["--auth_token_file", "token"]
+    def parse_run(arguments=""):
+        return parse(tmp_path, f"--xpid run {arguments}", polybeast.parser)
+
+    save(parse_run("--server_addresses h:1,h:2"))
+    assert parse_run().server_addresses == "h:1,h:2"
     with pytest.raises(FlagError, match="'h:1,h:2', .* add --server_addresses h:1,h:2$"):
-        parse_flags(polybeast.parser, arguments)
-    parse_flags(polybeast.parser, [*arguments, "--server_addresses", "h:1,h:2"])
+        parse_run("--auth_token_file token")
+    parse_run("--auth_token_file token --server_addresses h:1,h:2")
 
 
 @pytest.fixture
