@@ -6,12 +6,12 @@ import copy
 import os
 import random
 import re
-import threading
 import types
 
 import numpy as np
 import pytest
 import torch
+from deadline import Thread
 from small_run import create_learner, create_parser, parse, save, update
 
 from beast.actors.weights import LocalWeights
@@ -23,15 +23,36 @@ from beast.runs.randomness import random_states
 from beast.servers import credentials
 
 
+@pytest.fixture
+def flags(tmp_path):
+    """Flags of a run that has a folder and nothing in it."""
+    (tmp_path / "run").mkdir()
+    return parse(tmp_path)
+
+
+@pytest.fixture
+def newest(tmp_path):
+    """The path of the run's newest checkpoint."""
+    return tmp_path / "run" / "model.tar"
+
+
 def saved_step(flags, name="model.tar"):
     return checkpoint.load(flags, name)["step"]
 
 
-def test_a_checkpoint_restores_everything(tmp_path):
-    flags = parse(tmp_path)
+def change(path, *keys, to):
+    """Save a checkpoint anew, with another value at these keys."""
+    content = part = torch.load(path, weights_only=True)
+    for key in keys[:-1]:
+        part = part[key]
+    part[keys[-1]] = to
+    torch.save(content, path)
+
+
+def test_a_checkpoint_restores_everything(tmp_path, flags, newest):
     save(parse(tmp_path, "--xpid run --disable_checkpoint"))
     learner = create_learner(flags)
-    assert not (tmp_path / "run" / "model.tar").exists() and checkpoint.load(flags) is None
+    assert not newest.exists() and checkpoint.load(flags) is None
     assert not checkpoint.resume(flags, learner)
     saved, states = save(flags), random_states()
     draw = random.random(), np.random.random(), torch.rand(1)
@@ -51,8 +72,7 @@ def test_a_checkpoint_restores_everything(tmp_path):
     assert learner.scheduler.get_last_lr() == saved.scheduler.get_last_lr() == [0.5 * 0.7]
 
 
-def test_weights_to_evaluate_are_a_copy_while_learning_goes_on(tmp_path):
-    flags = parse(tmp_path)
+def test_weights_to_evaluate_are_a_copy_while_learning_goes_on(flags):
     learner = create_learner(flags)
     before = learner.model.weight.detach().clone()
     packed = checkpoint.pack_weights(flags, learner.model, 0)
@@ -103,23 +123,21 @@ def learn_with_two_optimizers(learner):
     return [parameter.detach().clone() for parameter in learner.model.parameters()]
 
 
-def test_modules_that_read_old_versions_get_the_version(tmp_path):
+def test_modules_that_read_old_versions_get_the_version(flags):
     class Versioned(torch.nn.Linear):
         _version = 3
 
         def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
             self.found = local_metadata.get("version")
 
-    net, flags = Versioned(1, 1), parse(tmp_path)
+    net = Versioned(1, 1)
     checkpoint.restore_weights(net, {"model_state_dict": dict(net.state_dict())}, flags)
     assert net.found == 3
 
 
-def test_several_optimizers_of_a_learner_go_on_as_they_were(tmp_path):
-    flags = parse(tmp_path)
+def test_several_optimizers_of_a_learner_go_on_as_they_were(flags):
     saved, learner = create_with_two_optimizers(flags), create_with_two_optimizers(flags)
     learn_with_two_optimizers(saved)
-    checkpoint.run_path(flags).mkdir(parents=True)
     Writer(flags, saved).save(saved)
     assert checkpoint.resume(flags, learner) and learner.learning_rate == 0.5 * 0.9
     other = create_with_two_optimizers(flags)
@@ -140,18 +158,14 @@ def test_several_optimizers_of_a_learner_go_on_as_they_were(tmp_path):
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, groups):
-    flags = parse(tmp_path)
+def test_a_checkpoint_of_another_optimizer_is_refused(flags, groups):
     save(flags)
     learner = create_learner(flags)
-    parameters = list(learner.model.parameters())
     if groups == 1:
-        learner.optimizer = torch.optim.Adam(parameters)
+        learner.optimizer = torch.optim.Adam(learner.model.parameters())
     else:
         learner.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(
-        FlagError, match="is of RMSprop.*, but this is .*undo the change of create_opt"
-    ):
+    with pytest.raises(FlagError, match="is of RMSprop.*, but this is .*undo the change of creat"):
         checkpoint.resume(flags, learner)
 
 
@@ -166,41 +180,38 @@ class Evil:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_checkpoint_with_code_is_refused_and_runs_none(tmp_path, caplog, zipped):
-    flags, path = parse(tmp_path), tmp_path / "run" / "model.tar"
-    save(flags)
+def test_a_checkpoint_with_code_is_refused_and_runs_none(tmp_path, flags, newest, caplog, zipped):
     content = {"step": Evil(tmp_path / "evil")}
-    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    torch.save(content, newest, _use_new_zipfile_serialization=zipped)
     with pytest.raises(FlagError) as error:
         checkpoint.load(flags)
-    for text in (str(path), "holds code, which was not run", "mkdir", "move it away or choose"):
+    for text in (str(newest), "holds code, which was not run", "mkdir", "move it away or choose"):
         assert text in str(error.value)
     assert "weights_only" not in str(error.value)  # PyTorch's advice how to run it
-    path = path.rename(path.with_name("best.tar"))  # which costs a run only the comparison with it
+    best = newest.rename(newest.with_name("best.tar"))  # costs a run only the comparison with it
     Writer(flags, create_learner(flags))
     assert re.search(r"best.tar: .* holds code", caplog.text)
     assert not (tmp_path / "evil").exists()
-    torch.load(path.with_name("best.tar.1"), weights_only=False)  # which would have run it
+    torch.load(best.with_name("best.tar.1"), weights_only=False)  # which would have run it
     assert (tmp_path / "evil").exists()
 
 
-def test_a_file_that_is_no_checkpoint_is_refused_with_the_reason(tmp_path):
-    flags, path = parse(tmp_path), tmp_path / "run" / "model.tar"
+def test_a_file_that_is_no_checkpoint_is_refused_with_the_reason(flags, newest):
     save(flags)
     flags.program = "other.py"
     with pytest.raises(FlagError, match="is of program.py, but this is other.py: run program.py"):
         checkpoint.load(flags)
     for content in ({"model_state_dict": {}, "flags": {}}, torch.zeros(3), [1]):
-        torch.save(content, path)
+        torch.save(content, newest)
         with pytest.raises(FlagError, match="cannot use the checkpoint .*model.tar: it lacks"):
             checkpoint.load(flags)
-    path.write_bytes(b"torn")
+    newest.write_bytes(b"torn")
     with pytest.raises(FlagError, match="model.tar: it is damaged, or none at all"):
         checkpoint.load(flags)
 
 
 @pytest.mark.parametrize(
-    "path, value, reason",
+    "keys, value, reason",
     [
         (["step"], "200", "'step' is of type str"),
         (["step"], 300, "its step is 300, and 200 in its stats"),
@@ -218,48 +229,37 @@ def test_a_file_that_is_no_checkpoint_is_refused_with_the_reason(tmp_path):
         (["model_state_dict"], 3, "'model_state_dict' is of type int"),
     ],
 )
-def test_a_part_of_a_wrong_type_is_refused_in_one_line(tmp_path, path, value, reason):
-    flags, file = parse(tmp_path), tmp_path / "run" / "model.tar"
+def test_a_part_of_a_wrong_type_is_refused_in_one_line(flags, newest, keys, value, reason):
     save(flags)
-    content = part = torch.load(file, weights_only=True)
-    for key in path[:-1]:
-        part = part[key]
-    part[path[-1]] = value
-    torch.save(content, file)
+    change(newest, *keys, to=value)
     learner = create_learner(flags, num_updates=1)  # whose optimizer has a state
-    with pytest.raises(
-        FlagError, match=f"use the checkpoint .*: it is damaged .*{reason}"
-    ) as error:
+    damaged = f"use the checkpoint .*: it is damaged .*{reason}"
+    with pytest.raises(FlagError, match=damaged) as error:
         checkpoint.resume(flags, learner)
     assert "\n" not in str(error.value) and "move it away" in str(error.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
-def test_weights_of_another_dtype_are_refused(tmp_path, dtype):
-    flags, file = parse(tmp_path), tmp_path / "run" / "model.tar"
+def test_weights_of_another_dtype_are_refused(flags, newest, dtype):
     save(flags)
-    content = torch.load(file, weights_only=True)
-    content["model_state_dict"]["bias"] = torch.ones(1, dtype=dtype)
-    content["model_state_dict"]["weight"] = None
-    torch.save(content, file)
+    change(newest, "model_state_dict", to={"bias": torch.ones(1, dtype=dtype), "weight": None})
     with pytest.raises(FlagError) as error:
         checkpoint.resume(flags, create_learner(flags))
     assert f"bias: [1] {dtype} in the".replace("torch.", "") in str(error.value)
     assert "weight: NoneType in the checkpoint, [1, 3] in the net" in str(error.value)
 
 
-def test_a_best_checkpoint_that_is_damaged_is_set_aside(tmp_path, caplog):
-    flags, file = parse(tmp_path), tmp_path / "run" / "best.tar"
-    learner = save(flags)
-    content = torch.load(tmp_path / "run" / "model.tar", weights_only=True)
-    torch.save(content | {"stats": {"step": 200}}, file)
-    before = file.read_bytes()
+def test_a_best_checkpoint_that_is_damaged_is_set_aside(flags, newest, caplog):
+    learner, best = save(flags), newest.with_name("best.tar")
+    change(newest, "stats", to={"step": 200})
+    newest.rename(best)
+    before = best.read_bytes()
     writer = Writer(flags, learner)
     assert "best.tar is now best.tar.1: cannot use the checkpoint" in caplog.text
     update(learner, [1.0])
     writer.save(learner)
     assert saved_step(flags, "best.tar") == 300
-    assert file.with_name("best.tar.1").read_bytes() == before
+    assert best.with_name("best.tar.1").read_bytes() == before
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
@@ -286,16 +286,14 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path):
     flags = parse(tmp_path)
     with pytest.raises(FlagError, match="the code of Net has changed"):
         checkpoint.resume(flags, create_learner(flags, size=4))
-    learner = create_learner(flags)
-    learner.model = torch.nn.Bilinear(2, 3, 1, bias=False)
-    with pytest.raises(FlagError) as error:
+    learner = create_learner(flags, model=torch.nn.Bilinear(2, 3, 1, bias=False))
+    missing = r"does not fit this Bilinear(.|\n)*bias: \[1\] in the checkpoint, missing in the net"
+    with pytest.raises(FlagError, match=missing):
         checkpoint.resume(flags, learner)
-    assert "does not fit this Bilinear" in str(error.value)
-    assert "bias: [1] in the checkpoint, missing in the net" in str(error.value)
 
 
 @pytest.mark.parametrize("is_old", [False, True])  # whose names are as torch.compile has them
-def test_a_compiled_net_has_the_checkpoints_of_a_plain_one(tmp_path, is_old):
+def test_a_compiled_net_has_the_checkpoints_of_a_plain_one(flags, is_old):
     def make(is_compiled):
         net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
         if is_compiled:
@@ -303,13 +301,11 @@ def test_a_compiled_net_has_the_checkpoints_of_a_plain_one(tmp_path, is_old):
             net = torch.compile(net, backend="eager")
         return net
 
-    flags, names = parse(tmp_path), ["0.weight", "0.bias", "1.weight", "1.bias"]
     learner = create_learner(flags, 1, model=make(True))
-    for saved in (
-        checkpoint.pack(flags, learner),
-        checkpoint.pack_weights(flags, learner.model, 1),
-    ):
-        assert list(saved["model_state_dict"]) == names and saved["net"] == "Sequential"
+    of_net = checkpoint.pack_weights(flags, learner.model, 1)
+    for saved in (checkpoint.pack(flags, learner), of_net):
+        assert list(saved["model_state_dict"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert saved["net"] == "Sequential"
         if is_old:
             saved["model_state_dict"] = learner.model.state_dict()
             assert "_orig_mod.0._orig_mod.weight" in saved["model_state_dict"]
@@ -322,64 +318,39 @@ def test_a_compiled_net_has_the_checkpoints_of_a_plain_one(tmp_path, is_old):
         checkpoint.restore_weights(torch.compile(torch.nn.Linear(1, 1)), saved, flags)
 
 
-def test_the_best_checkpoint_has_the_highest_mean_return(tmp_path):
-    def play_and_save(writer, learner, returns):
+def test_the_best_checkpoint_has_the_highest_mean_return(flags, newest):
+    def play_and_save(returns, best):
         update(learner, returns)
         writer.save(learner)
+        assert saved_step(flags) == learner.step and saved_step(flags, "best.tar") == best
 
-    flags, path = parse(tmp_path), tmp_path / "run" / "best.tar"
-    path.parent.mkdir()
     learner = create_learner(flags)
     writer = Writer(flags, learner)
-    play_and_save(writer, learner, [])
-    assert not path.exists()  # no game has ended
-    play_and_save(writer, learner, [5.0])
-    assert saved_step(flags, "best.tar") == 200
-    play_and_save(writer, learner, [0.0] * 99)  # a mean of a hundred says more than that of one
-    assert saved_step(flags, "best.tar") == 300
-    play_and_save(writer, learner, [1.0] * 50)
-    assert saved_step(flags, "best.tar") == 400
-    play_and_save(writer, learner, [0.0])
-    assert saved_step(flags, "best.tar") == 400 and saved_step(flags) == 500
+    writer.save(learner)
+    assert not newest.with_name("best.tar").exists()  # no game has ended
+    play_and_save([5.0], 100)
+    play_and_save([0.0] * 99, 200)  # a mean of a hundred says more than that of one
+    play_and_save([1.0] * 50, 300)
+    play_and_save([0.0], 300)
 
     learner = create_learner(flags)
     checkpoint.resume(flags, learner)
     writer = Writer(flags, learner)
-    play_and_save(writer, learner, [0.0])
-    assert saved_step(flags, "best.tar") == 400
-    play_and_save(writer, learner, [1.0] * 99)
-    assert saved_step(flags, "best.tar") == saved_step(flags) == 700
+    play_and_save([0.0], 300)
+    play_and_save([1.0] * 99, 600)
+    play_and_save([0.5] * 100, 600)
+    play_and_save([0.9] * 100, 600)  # better than the last one, not than the best
+    play_and_save([6.0] * 100, 900)
 
 
-def test_the_best_checkpoint_is_compared_with_the_best_before(tmp_path, monkeypatch):
-    flags, written, replace_file = parse(tmp_path), [], checkpoint_writer.replace_file
-
-    def write(path, content):
-        replace_file(path, content)
-        written.append(path.name)
-
-    monkeypatch.setattr(checkpoint_writer, "replace_file", write)
-    (tmp_path / "run").mkdir()
-    learner = create_learner(flags)
-    writer = Writer(flags, learner)
-    for mean, best in ((5.0, 100), (3.0, 100), (4.0, 100), (6.0, 400)):
-        update(learner)
-        learner.stats["game_returns"] = [mean] * 100
-        writer.save(learner)
-        assert saved_step(flags, "best.tar") == best
-    # The best one first: it is never worse than the newest.
-    assert written[:2] == written[-2:] == ["best.tar", "model.tar"] and len(written) == 6
-
-
-def test_the_interval_is_from_one_file_on_disk_to_the_next(tmp_path, monkeypatch):
-    flags, now = parse(tmp_path, "--xpid run --checkpoint_interval_s 10"), [100.0]
-    clock = types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0)
-    monkeypatch.setattr(checkpoint_writer, "time", clock)
-    learner = create_learner(flags)
-    writer = Writer(flags, learner)
-    monkeypatch.setattr(checkpoint_writer, "replace_file", lambda *_: now.insert(0, now[0] + 3))
-    writer.save(learner)  # as slowly the next time: at 107, to be there at 110
-    assert not writer.are_due(within=3) and writer.are_due(within=5)
+def test_the_best_checkpoint_is_written_before_the_newest(flags, monkeypatch):
+    """It is never worse than the newest."""
+    written, learner = [], create_learner(flags)
+    update(learner, [1.0])
+    replace_file = lambda path, _: written.append(path.name)  # noqa: E731
+    monkeypatch.setattr(checkpoint_writer, "replace_file", replace_file)
+    Writer(flags, learner).save(learner)
+    assert written == ["best.tar", "model.tar"]
 
 
 def test_a_checkpoint_does_not_choose_which_secret_is_sent(tmp_path):
@@ -393,8 +364,7 @@ def test_a_checkpoint_does_not_choose_which_secret_is_sent(tmp_path):
     assert [getattr(resumed, name) for name in credentials.FLAGS] == [None] * 4
 
 
-def test_no_checkpoint_is_written_while_updates_are_not_finite(tmp_path, caplog):
-    flags = parse(tmp_path)
+def test_no_checkpoint_is_written_while_updates_are_not_finite(flags, caplog):
     learner = save(flags)
     writer = Writer(flags, learner)
     update(learner)
@@ -414,11 +384,10 @@ def test_no_checkpoint_is_written_while_updates_are_not_finite(tmp_path, caplog)
     assert writer.failure and saved_step(flags) == 300
 
 
-def test_an_unwritable_checkpoint_leaves_the_one_before(tmp_path, monkeypatch):
+def test_an_unwritable_checkpoint_leaves_the_one_before(flags, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left")
 
-    flags = parse(tmp_path)
     new, resumed = Writer(flags, create_learner(flags)), save(flags)
     writers = (new, "there is none"), (Writer(flags, resumed), "that of step 200 stays")
     monkeypatch.setattr(checkpoint_writer, "replace_file", fail)
@@ -427,9 +396,8 @@ def test_an_unwritable_checkpoint_leaves_the_one_before(tmp_path, monkeypatch):
         assert writer.failure.endswith(f"of step 200 could not be written (No space left): {what}")
 
 
-def test_others_hold_still_while_a_checkpoint_is_packed(tmp_path, monkeypatch):
-    flags, events, pack = parse(tmp_path), [], checkpoint.pack
-    learner = create_learner(flags)
+def test_others_hold_still_while_a_checkpoint_is_packed(flags, monkeypatch):
+    events, pack, learner = [], checkpoint.pack, create_learner(flags)
 
     @contextlib.contextmanager
     def hold():
@@ -446,33 +414,38 @@ def test_others_hold_still_while_a_checkpoint_is_packed(tmp_path, monkeypatch):
     assert events == ["hold", "pack", "go on", "write"]
 
 
-def test_the_lock_is_free_while_the_disk_is_written_to(tmp_path):
-    flags = parse(tmp_path)
-    (tmp_path / "run").mkdir()
+def test_the_lock_is_free_while_the_disk_is_written_to(flags, newest):
     learner = create_learner(flags, size=50_000)  # more than a pipe holds
-    writer = Writer(flags, learner)
-    os.mkfifo(tmp_path / "run" / "model.tar.tmp")  # which is written at the reader's pace
-    thread = threading.Thread(target=writer.save, args=(learner,), daemon=True)
-    thread.start()
-    with open(tmp_path / "run" / "model.tar.tmp", "rb") as reader:
+    pipe = newest.with_name("model.tar.tmp")
+    os.mkfifo(pipe)  # which is written at the reader's pace
+    thread = Thread(Writer(flags, learner).save, learner)
+    with open(pipe, "rb") as reader:
         assert reader.read(1)
         assert learner.lock.acquire(timeout=60)
         learner.lock.release()
         reader.read()
-    thread.join(60)
-    assert not thread.is_alive()
+    thread.result()
 
 
 @pytest.mark.parametrize("seconds, is_due", [(10, False), (4, True)])
-def test_a_checkpoint_is_due_once_an_interval(tmp_path, seconds, is_due):
+def test_a_checkpoint_is_due_once_an_interval(tmp_path, flags, seconds, is_due):
     flags = parse(tmp_path, f"--xpid run --checkpoint_interval_s {seconds}")
-    (tmp_path / "run").mkdir()
     learner = create_learner(flags)
     writer = Writer(flags, learner)
     assert writer.are_due(within=5) == is_due
     writer.save(learner)
     assert writer.are_due(within=5) == is_due
-    if is_due:  # as soon as possible after one that was not written
-        learner.stats["skipped_in_a_row"] = 3
-        writer.save(learner)
-        assert writer.are_due(within=5)
+    learner.stats["skipped_in_a_row"] = 3
+    writer.save(learner)
+    assert writer.are_due(within=5) == is_due  # as soon as possible after one that was not written
+
+
+def test_the_interval_is_from_one_file_on_disk_to_the_next(tmp_path, flags, monkeypatch):
+    flags, now = parse(tmp_path, "--xpid run --checkpoint_interval_s 10"), [100.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0)
+    monkeypatch.setattr(checkpoint_writer, "time", clock)
+    monkeypatch.setattr(checkpoint_writer, "replace_file", lambda *_: now.insert(0, now[0] + 3))
+    learner = create_learner(flags)
+    writer = Writer(flags, learner)
+    writer.save(learner)  # as slowly the next time: at 107, to be there at 110
+    assert not writer.are_due(within=3) and writer.are_due(within=5)
