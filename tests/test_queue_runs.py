@@ -21,7 +21,7 @@ from beast.processes import machine
 from beast.runs import checkpoint
 
 DOCS = ROOT / "docs" / "runs.md"
-ENVS = ["--env", "{Pong,Breakout}NoFrameskip-v4", "--seed", "{1,2,3}", "--xpid", "{env}-{seed}"]
+ONE_SLOT = "--cores_per_run 1 --gpus_per_run 8"
 
 # A line when it starts, with where it runs, and one when it ends, in a file that all runs share.
 CHILD = """
@@ -112,14 +112,6 @@ def make_slots(cores, gpus, **flags):
 
 
 # ------------------------------------------------------------------------------------------ braces
-
-
-def test_braces_are_crossed_and_go_together_under_one_name():
-    commands = queue_runs.expand(["python", "monobeast.py", *ENVS])
-    names = "Pong-1 Pong-2 Pong-3 Breakout-1 Breakout-2 Breakout-3".split()
-    assert [command[-1] for command in commands] == names
-    command = "python monobeast.py --env BreakoutNoFrameskip-v4 --seed 2 --xpid Breakout-2"
-    assert commands[4] == command.split()
 
 
 @pytest.mark.parametrize(
@@ -214,22 +206,26 @@ def test_gpus_are_those_of_the_environment_else_of_nvidia_smi(monkeypatch, tmp_p
     assert queue_runs.find_gpus() == ["0", "1"]
 
 
-def test_a_dry_run_prints_slots_and_commands_and_starts_nothing(capsys, tmp_path, monkeypatch):
+@pytest.fixture
+def four_cores(monkeypatch):
+    """The ids of the machine's cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 4, 6, 7})
     monkeypatch.setattr(machine, "_read_groups", lambda *names: [])
-    words = ["python", "monobeast.py", *ENVS, "--savedir", str(tmp_path / "new")]
-    queue_runs.main(["--cores_per_run", "2", "--dry_run", "--", *words])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["slot 0: cores 3,4", "slot 1: cores 6,7"]
-    assert [line.split()[0] for line in lines[2:]] == ["start:"] * 6
-    assert shlex.split(lines[-1])[1:] == queue_runs.expand(words)[-1]
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "one").mkdir()
+
+
+def test_a_dry_run_starts_nothing_and_says_what_it_would(capsys, tmp_path, four_cores):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
     (tmp_path / "one" / "model.tar").touch()
-    for mode, action in (("train", "resume:"), ("test", "start:")):
-        words = ["python", "ppo.py", "--mode", mode, "--xpid", "one", "--savedir", str(tmp_path)]
-        queue_runs.main(["--cores_per_run", "2", "--dry_run", "--", *words])
-        assert capsys.readouterr().out.splitlines()[2].split()[0] == action
+    (tmp_path / "two" / "meta.json").write_text('{"status": "ended"}')
+    command = f"python ppo.py --savedir {tmp_path} --xpid {{n=one,two,new}} --mode"
+    for mode, actions in (("train", "resume skip start"), ("test", "start start start")):
+        queue_runs.main(["--cores_per_run", "2", "--dry_run", "--", *command.split(), mode])
+        *slots, one, two, new = capsys.readouterr().out.splitlines()
+        assert slots == ["slot 0: cores 3,4", "slot 1: cores 6,7"]
+        assert [line.split(":")[0] for line in (one, two, new)] == actions.split()
+        assert new == f"start: python ppo.py --savedir {tmp_path} --xpid new --mode {mode}"
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "two"}
 
 
 def test_folders_are_those_of_the_programs():
@@ -237,21 +233,21 @@ def test_folders_are_those_of_the_programs():
     assert queue_runs.CHECKPOINT == checkpoint.NEWEST
 
 
-def test_the_command_in_the_docs_makes_six_runs(capsys, monkeypatch):
+def test_the_command_in_the_docs_makes_six_runs(capsys, monkeypatch, four_cores):
     block = re.search(r"^python -m beast.queue_runs(?:.*\\\n)*.*", DOCS.read_text(), re.M)[0]
     words = shlex.split(block.replace("\\\n", " "))[3:]
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr(machine, "_read_groups", lambda *names: [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     queue_runs.main(["--dry_run", *words])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["slot 0: cores 0,1, GPUs 0", "slot 1: cores 2,3, GPUs 0"]
-    for line in lines[2:]:
+    *slots, one, two, three, four, five, six = capsys.readouterr().out.splitlines()
+    assert slots == ["slot 0: cores 3,4, GPUs 0", "slot 1: cores 6,7, GPUs 0"]
+    names = []
+    for line in (one, two, three, four, five, six):
         _, python, script, *arguments = shlex.split(line)
         assert (python, script) == ("python", "monobeast.py")
         flags = monobeast.parser.parse_args(arguments)
-        assert flags.xpid == f"{flags.env.removesuffix('NoFrameskip-v4')}-{flags.seed}"
-    assert len(lines) == 2 + 6
+        names.append(f"{flags.env.removesuffix('NoFrameskip-v4')}-{flags.seed}")
+        assert flags.xpid == names[-1]
+    assert names == ["Pong-1", "Pong-2", "Pong-3", "Breakout-1", "Breakout-2", "Breakout-3"]
 
 
 # --------------------------------------------------------------------------------------- processes
@@ -290,43 +286,28 @@ while (folder / "events").read_text().count('"start"') < min(30, int(flags.seed)
 
 
 @pytest.mark.whole
-def test_runs_are_confined_to_their_slots(queue, read, tmp_path):
-    cores = machine.count_cores()
-    with queue("", "--cores_per_run 1 --gpus_per_run 4", "r{n=1,2,3,4,5,6}") as program:
-        status, output = program.end()
-    assert status == 0, output
-    most, shared = find_overlaps(read.events())
-    assert most <= min(cores, 2) and shared == []
-    assert {len(event["cores"]) for event in read.events()} == {1}
-    assert {tuple(event["gpus"]) for event in read.events()} <= {tuple("0123"), tuple("4567")}
-    rows = read.rows()
-    assert list(rows) == ["r1", "r2", "r3", "r4", "r5", "r6"]
-    assert all("T" in row["start"] <= row["end"] for row in rows.values())
-    assert (tmp_path / "queue" / "r3.out").read_text() == "printed by r3\n"
-
-
-@pytest.mark.whole
-def test_gpus_are_left_as_they_are_unless_a_run_has_some(queue, read):
-    with queue("", "--cores_per_run 1", "r1") as program:
-        assert program.end()[0] == 0
-    assert {tuple(event["gpus"]) for event in read.events()} == {tuple("01234567")}
-
-
-@pytest.mark.whole
-def test_a_failed_run_is_reported_and_the_queue_goes_on(queue, read, tmp_path):
+def test_runs_have_a_slot_each_and_a_failed_one_is_reported(queue, read, tmp_path):
     body = """
-if flags.xpid == "r2": sys.exit("no such game")
-if flags.xpid == "r3": os.kill(os.getpid(), signal.SIGKILL)
+if flags.xpid in ("r2", "r3"):
+    write("end")
+    sys.exit("no such game") if flags.xpid == "r2" else os.kill(os.getpid(), signal.SIGKILL)
 """
-    with queue(body, "--cores_per_run 1 --gpus_per_run 8", "r{n=1,2,3,4}") as program:
+    with queue(body, "--cores_per_run 1 --gpus_per_run 4", "r{n=1,2,3,4,5,6}") as program:
         status, output = program.end()
     assert status == 1, output
-    expected = {"r1": "ended", "r2": "failed (1)", "r3": "failed (SIGKILL)", "r4": "ended"}
-    assert read.statuses() == expected
+    names = ["r1", "r2", "r3", "r4", "r5", "r6"]
+    assert sorted(read.starts()) == names
+    most, shared = find_overlaps(read.events())
+    assert most <= min(machine.count_cores(), 2) and shared == []
+    assert {len(event["cores"]) for event in read.events()} == {1}
+    assert {tuple(event["gpus"]) for event in read.events()} <= {tuple("0123"), tuple("4567")}
+    failed = {"r2": "failed (1)", "r3": "failed (SIGKILL)"}
+    assert read.statuses() == dict.fromkeys(names, "ended") | failed
+    assert list(read.rows()) == names
+    assert all("T" in row["start"] <= row["end"] for row in read.rows().values())
     out = tmp_path / "queue" / "r2.out"
+    assert out.read_text() == "printed by r2\nno such game\n"
     assert "[ERROR" in output and f"r2 failed (1): see {out}" in output
-    assert "no such game" in out.read_text()
-    assert read.starts() == ["r1", "r2", "r3", "r4"]
 
 
 @pytest.mark.whole
@@ -349,7 +330,7 @@ def test_ended_runs_are_skipped_and_others_are_resumed(queue, read, tmp_path):
     (tmp_path / "r4" / "meta.json").write_text("torn")
     (tmp_path / "queue").mkdir()
     (tmp_path / "queue" / "queue.csv").write_text("xpid,slot,start,end,status\nother,0,1,2,ended\n")
-    with queue("", "--cores_per_run 1 --gpus_per_run 8", "r{n=1,2,3,4,5}") as program:
+    with queue("", ONE_SLOT, "r{n=1,2,3,4,5}") as program:
         status, output = program.end()
     assert status == 0, output
     for line in ("r1 skipped", "r2 resumes in", "r3 resumes in", "r4 starts in", "r5 starts in"):
@@ -358,16 +339,6 @@ def test_ended_runs_are_skipped_and_others_are_resumed(queue, read, tmp_path):
     rows = read.rows()
     assert rows["r1"]["status"] == "skipped" and rows["r1"]["start"].startswith("2026-01-02")
     assert list(rows) == ["other", "r1", "r2", "r3", "r4", "r5"]  # of an earlier queue, too
-
-
-def test_a_test_is_played_though_its_run_has_ended(tmp_path):
-    (tmp_path / "r1").mkdir()
-    (tmp_path / "r1" / "meta.json").write_text('{"status": "ended"}')
-    command = f"python ppo.py --xpid r1 --savedir {tmp_path}".split()
-    actions = [
-        queue_runs.QueuedRun([*command, "--mode", mode]).action for mode in ("train", "test")
-    ]
-    assert actions == ["skip", "start"]
 
 
 WAIT = 'wait_for("go")'
@@ -381,7 +352,7 @@ if os.fork() == 0:  # a run has processes of its own, which may take a moment lo
     write = lambda what: None
     time.sleep(100)
 """
-    with queue(body + WAIT, "--cores_per_run 1 --gpus_per_run 8", "r{n=1,2,3}") as program:
+    with queue(body + WAIT, ONE_SLOT, "r{n=1,2,3}") as program:
         program.wait_until(lambda: read.starts() == ["r1"] and len(program.members()) == 3)
         program.process.send_signal(number)
         status, output = program.end()
@@ -404,7 +375,7 @@ def stop(number, _):
     os._exit(0)  # as under torchrun
 signal.signal(signal.SIGTERM, stop)
 """
-    with queue(body + WAIT, "--cores_per_run 1 --gpus_per_run 8", "r{n=1,2}") as program:
+    with queue(body + WAIT, ONE_SLOT, "r{n=1,2}") as program:
         program.wait_until(read.starts)
         program.process.send_signal(signal.SIGTERM)
         program.wait_until(lambda: read.events()[-1]["what"] == "stopping")
@@ -418,7 +389,7 @@ signal.signal(signal.SIGTERM, stop)
 
 @pytest.mark.whole
 def test_a_queue_that_is_killed_takes_its_runs_along(queue, read):
-    with queue(WAIT, "--cores_per_run 1 --gpus_per_run 8", "r1") as program:
+    with queue(WAIT, ONE_SLOT, "r1") as program:
         program.wait_until(read.starts)
         program.process.kill()
         program.wait_for_members()
@@ -432,7 +403,7 @@ if flags.xpid == "r1":
     if os.fork() != 0: os._exit(0)
     wait_for("go")
 """
-    with queue(body, "--cores_per_run 1 --gpus_per_run 8", "r{n=1,2}") as program:
+    with queue(body, ONE_SLOT, "r{n=1,2}") as program:
         program.wait_until(lambda: read.starts() == ["r1"] and len(program.members()) == 2)
         time.sleep(5 * queue_runs.INTERVAL)
         assert read.starts() == ["r1"]  # still
@@ -448,7 +419,7 @@ def test_processes_that_outlive_their_run_for_long_are_killed(queue, read, tmp_p
     fake = tmp_path / "fake.py"
     fake.write_text("from beast import queue_runs\nqueue_runs.GRACE = 0.2\nqueue_runs.main()")
     body = "if os.fork() == 0: signal.pause()"
-    with queue(body, "--cores_per_run 1 --gpus_per_run 8", "r1", script=[fake]) as program:
+    with queue(body, ONE_SLOT, "r1", script=[fake]) as program:
         status, output = program.end()
         program.wait_for_members()
     assert status == 0, output
@@ -465,3 +436,4 @@ def test_two_queues_do_not_share_a_folder(queue, read, tmp_path):
         (tmp_path / "go").touch()
         assert program.end()[0] == 0
     assert read.starts() == ["r1"]
+    assert {tuple(event["gpus"]) for event in read.events()} == {tuple("01234567")}  # untouched
