@@ -127,16 +127,17 @@ def test_without_logits_actions_estimate_the_divergence():
 def test_moments_of_learners_make_the_metrics_of_one_batch(sizes):
     behavior, target, targets, values, mask, _ = random_batch(3, difference=2)
     mask[:, 3] = False  # a learner whose batch has nothing to learn from
-    parts = [x.split(sizes, dim=1) for x in (behavior, target, *targets, values, mask)]
-    moments = []
-    for i in range(len(sizes)):
-        behavior_part, target_part, *rest, values_part, mask_part = (p[i] for p in parts)
-        rest = type(targets)(*rest)
-        part = diagnostics.from_logits(behavior_part, target_part, rest, values_part, mask_part)
-        # As it travels between learners; where a batch is empty, zeros do.
-        moments.append(part["moments"].float())
     together = to_floats(diagnostics.from_logits(behavior, target, targets, values, mask))
-    assert to_floats({"moments": torch.stack(moments)}) == pytest.approx(together, rel=1e-5)
+    batch = behavior, target, *targets, values, mask
+    parts = zip(*(x.split(sizes, dim=1) for x in batch), strict=True)
+    metrics = [
+        diagnostics.from_logits(behavior, target, type(targets)(*rest), values, mask)
+        for behavior, target, *rest, values, mask in parts
+    ]
+    # As they travel between learners; where a batch is empty, zeros do.
+    moments = torch.stack([m["moments"].float() for m in metrics])
+    assert to_floats({"moments": moments}) == pytest.approx(together, rel=1e-5)
+    assert mean_floats(metrics) == pytest.approx(together, rel=1e-5)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e3, -1e3, 3e38, math.inf, -math.inf, math.nan])
@@ -233,57 +234,50 @@ def test_a_run_logs_its_health_but_not_of_the_first_updates(tmp_path, monkeypatc
             with run._learner.lock:
                 run.record(UPDATE | GOOD | {"clipped_updates": 1.0}, create_batch())
             run.tick()
-    lines = [message for message in caplog.messages if "| health" in message]
-    texts = [line.partition("| health ")[2].partition(" |")[0] for line in lines]
-    assert (
-        texts == ["after 5 updates"] * 4 + ["ok"] + ["clipped 1"] * 4
-    )  # the last one as the run ends
+    texts = re.findall(r"\| health (.*?) \|", caplog.text)
+    # The last one as the run ends.
+    assert texts == ["after 5 updates"] * 4 + ["ok"] + ["clipped 1"] * 4
     assert caplog.text.count("Diagnostics: clipped_updates is 1: ") == 1
 
 
-def test_metrics_become_floats():
-    cases = {
-        "tensor": (torch.tensor(1.5), 1.5),
-        "one_element": (torch.tensor([[2]]), 2.0),
-        "bool_tensor": (torch.tensor(True), 1.0),
-        "half": (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
-        "grad": (torch.tensor(3.0, requires_grad=True), 3.0),
-        "float": (0.1, 0.1),
-        "int": (7, 7.0),
-        "bool": (False, 0.0),
-    }
-    numbers = to_floats({name: given for name, (given, _) in cases.items()})
-    assert all(type(value) is float for value in numbers.values())
-    assert list(numbers.items()) == [(name, wanted) for name, (_, wanted) in cases.items()]
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (torch.tensor(1.5, requires_grad=True), 1.5),
+        (torch.tensor([[2]]), 2.0),
+        (torch.tensor(True), 1.0),
+        (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+        (0.1, 0.1),
+        (7, 7.0),
+        (False, 0.0),
+    ],
+)
+def test_metrics_become_floats(value, number):
+    assert repr(to_floats({"a": 4, "b": value})) == repr({"a": 4.0, "b": number})
 
 
 @pytest.mark.parametrize(
-    "value", [torch.zeros(3), torch.zeros(2, 0), [1.0, 2.0], None, "good", torch.nn.Linear(1, 1)]
+    ("value", "message"),
+    [
+        (torch.zeros(3), r"has shape \[3\], but a metric is one number: sum it over the batch"),
+        (torch.zeros(2, 0), r"has shape \[2, 0\], but a metric is one number: sum it over the b"),
+        ([1.0, 2.0], r"has shape \[2\], but a metric is one number: sum it over the batch"),
+        (None, "is a NoneType, but a metric is one number"),
+        ("good", "is a str, but a metric is one number"),
+        (torch.nn.Linear(1, 1), "is a Linear, but a metric is one number"),
+    ],
 )
-def test_a_metric_that_is_not_one_number_is_refused_by_name(value):
-    what = r"has shape \[.*\]" if isinstance(value, torch.Tensor | list) else "is a .*"
-    advice = ": sum it over the batch" if "shape" in what else ""
-    with pytest.raises(ValueError, match=rf"the metric 'norms' {what}, but .* one number{advice}"):
-        to_floats({"loss": torch.tensor(1.0), "norms": value})
-    with pytest.raises(ValueError, match=rf"the metric 'norms' {what}, but .* one number"):
-        mean_floats([{"loss": torch.tensor(1.0), "norms": value}] * 2)
+def test_a_metric_that_is_not_one_number_is_refused_by_name(value, message):
+    metrics = {"loss": torch.tensor(1.0), "norms": value}
+    for convert in (to_floats, lambda metrics: mean_floats([metrics] * 2)):
+        with pytest.raises(ValueError, match=f"the metric 'norms' {message}"):
+            convert(metrics)
 
 
 def test_means_of_metrics_are_floats():
     dicts = [{"a": torch.tensor(True), "b": 1.0}, {"a": torch.tensor(False), "b": torch.ones(1)}]
     assert mean_floats(dicts) == {"a": 0.5, "b": 1.0}
     assert mean_floats([{"a": 0.1}, {"a": 0.3}]) == {"a": 0.2}
-
-
-def test_mean_moments_are_those_of_all_transitions():
-    log_rhos, vs, values = torch.randn(3, 6, 4)
-    mask = torch.ones(6, 4, dtype=torch.bool)
-    whole = diagnostics.from_importance_weights(log_rhos, vs, values, mask)
-    halves = [
-        diagnostics.from_importance_weights(log_rhos[h], vs[h], values[h], mask[h])
-        for h in (slice(0, 2), slice(2, 6))
-    ]
-    assert mean_floats(halves) == pytest.approx(to_floats(whole), rel=1e-5)
 
 
 def test_metrics_are_finite_if_all_of_them_are():
@@ -293,12 +287,9 @@ def test_metrics_are_finite_if_all_of_them_are():
 
 
 def test_the_mean_of_nothing_is_none_and_shown_as_a_dash():
+    assert diagnostics.means([]) == {} and diagnostics.mean([]) is None
     dicts = [{"a": 1.0, "b": 2.0}, {"a": 2.0}, {"c": 0.0}]
-    assert (
-        diagnostics.means(dicts) == {"a": 1.5, "b": 2.0, "c": 0.0} and diagnostics.means([]) == {}
-    )
-    assert diagnostics.mean([]) is None and diagnostics.show(None) == "-"
-    assert diagnostics.mean([1, 2, 6]) == 3
-    assert diagnostics.mean([0.1] * 10) == 0.1
-    assert diagnostics.show(diagnostics.mean([-21.0, -20.0])) == "-20.5"
-    assert diagnostics.show(123456.0) == "1.235e+05"
+    assert diagnostics.means(dicts) == {"a": 1.5, "b": 2.0, "c": 0.0}
+    assert diagnostics.mean([1, 2, 6]) == 3 and diagnostics.mean([0.1] * 10) == 0.1
+    shown = {None: "-", -20.5: "-20.5", 123456.0: "1.235e+05"}
+    assert {value: diagnostics.show(value) for value in shown} == shown
