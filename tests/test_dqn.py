@@ -377,7 +377,7 @@ def test_values_of_a_chain_are_those_of_dynamic_programming(arguments):
         replay.append(0, part, (), first=i == 0)
     feed = ReplayFeed(replay, 1.0, 0, 32, 0)
     optimizer, _ = dqn.create_optimizer(flags, model)
-    dqn.learn(flags, model, target, feed, optimizer, 1500, beta=1.0)
+    dqn.learn(flags, model, target, feed, optimizer, 800, beta=1.0)
     inputs = {"frame": torch.arange(4)[None], "done": torch.zeros(1, 4, dtype=torch.bool)}
     values = model(inputs, ())[0]["policy_logits"][0].detach()
     expected = torch.zeros(4, 2)
