@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from counting import free_address
 from program import Program, column, last_step, read_rows, run, shared_memory, wait_until
 
 from beast.envs.environments import Environments, try_out
@@ -84,19 +84,14 @@ def apply(tmp_path):
 
 @pytest.fixture
 def load(monkeypatch):
-    """Load a fork's program; return its module, and its create_env with flags already given."""
+    """Load a program of a fork; return its module."""
 
-    def load(fork, program, env):
-        modules = []
-        for name in dict.fromkeys(
-            (program, "polybeast_env" if program == "polybeast" else program)
-        ):
-            spec = importlib.util.spec_from_file_location(f"fork_{name}", fork / f"{name}.py")
-            modules.append(importlib.util.module_from_spec(spec))
-            monkeypatch.setitem(sys.modules, spec.name, modules[-1])
-            spec.loader.exec_module(modules[-1])
-        flags = modules[0].parser.parse_args(["--env", env])
-        return modules[0], flags, lambda: modules[-1].create_env(flags)
+    def load(fork, program):
+        spec = importlib.util.spec_from_file_location(f"fork_{program}", fork / f"{program}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        return module
 
     return load
 
@@ -114,9 +109,11 @@ def test_a_diff_applies_and_leaves_tidy_code_that_learns(apply, load, diff):
 
     package, env = next((e for word, e in ENVS.items() if word in diff), ("ale_py", PONG))
     pytest.importorskip(package)
-    program = "polybeast" if "b/polybeast.py" in diff else "monobeast"
-    module, flags, create_env = load(fork, program, env)
-    with contextlib.closing(Environments(create_env, 1, 1)) as environments:
+    module = server = load(fork, "polybeast" if "b/polybeast.py" in diff else "monobeast")
+    if "b/polybeast.py" in diff:
+        server = load(fork, "polybeast_env")
+    flags = module.parser.parse_args(["--env", env])
+    with contextlib.closing(Environments(lambda: server.create_env(flags), 1, 1)) as environments:
         try_out(environments)
         spaces = environments.observation_space, environments.action_space
     for use_lstm in (False, True):
@@ -147,9 +144,9 @@ def test_diffs_are_made_anew_and_win_over_the_program(tmp_path):
     program, example = tmp_path / "program.py", tmp_path / "example.diff"
 
     def git(*arguments):
-        options = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
-        command = ["git", "-C", tmp_path, *options, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        command = ["git", "-c", "user.name=test", "-c", "user.email=test@localhost", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout
 
     def commit(text):
         program.write_text(text)
@@ -186,24 +183,23 @@ def learn(fork, program, arguments, goal):
     return last_step(folder)
 
 
-def is_long(name):
-    """All but one learn for a minute or two, too long for `make test`: `make examples`."""
-    return () if name == "minatar_monobeast" else pytest.mark.long
-
-
 @pytest.mark.whole
 @pytest.mark.timeout(2 * DEADLINE)
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=is_long(n)) for n in EXAMPLES if n.rpartition("_")[0] in GOALS]
+    "name",
+    [  # all but one learn for a minute or two, too long for `make test`: `make examples`
+        pytest.param(name, marks=() if name == "minatar_monobeast" else pytest.mark.long)
+        for name in EXAMPLES
+        if name.rpartition("_")[0] in GOALS
+    ],
 )
 def test_an_example_is_learned(apply, name):
     example, _, program = name.rpartition("_")
     env, goal = GOALS[example]
     if example == "gaussian":
         pytest.importorskip("mujoco")  # not among the requirements
-    fork = apply(EXAMPLES[name])
     control = f"{CONTROL} {NEAR[program]}" if example in ("cartpole", "gaussian") else ""
-    learn(fork, program, f"--env {env} {control}", goal)
+    learn(apply(EXAMPLES[name]), program, f"--env {env} {control}", goal)
 
 
 @pytest.mark.whole
@@ -224,7 +220,8 @@ def test_what_takes_a_memory_is_learned_with_the_lstm_alone(apply, program):
 @pytest.mark.whole
 def test_the_script_for_slurm_learns_saves_and_requeues(tmp_path):
     """Slurm is not here; what it would do is done by two scripts, on this machine."""
-    job = next(i for i in itertools.count(os.getpid()) if is_free(20_000 + i % 20_000))
+    ports = (int(free_address().rpartition(":")[2]) for _ in itertools.count())
+    job = next(port for port in ports if 20_000 <= port < 40_000)  # its servers' port
     for command, text in {
         "srun": 'shift 2; exec "$@"',  # without --het-group and --cpus-per-task
         "scontrol": f'[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >{tmp_path}/asked',
@@ -242,10 +239,9 @@ def test_the_script_for_slurm_learns_saves_and_requeues(tmp_path):
     }
     shell = ("bash", "-c", f'exec bash {ROOT}/examples/slurm.sh "$@"')  # whose $0 is Python
     arguments = "--model shallow --envs_per_stream 2 --batch_size 2 --checkpoint_interval_s 1"
+    arguments = (PONG, arguments, "--savedir", tmp_path / "runs")
     folder = tmp_path / "runs" / f"pong-{job}"
-    with Program(
-        PONG, arguments, "--savedir", tmp_path / "runs", prefix=shell, **environ
-    ) as script:
+    with Program(*arguments, prefix=shell, **environ) as script:
         script.wait_until(lambda: last_step(folder) > 0)
         script.process.terminate()
         status, output = script.end()
@@ -253,8 +249,3 @@ def test_the_script_for_slurm_learns_saves_and_requeues(tmp_path):
         script.wait_for_members()
     assert torch.load(folder / "model.tar")["step"] == last_step(folder)
     assert (tmp_path / "asked").read_text() == f"requeue {job}\n"
-
-
-def is_free(port):
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
