@@ -8,9 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from deadline import run_with_deadline
+from deadline import ROOT, run_with_deadline
 from google.protobuf import descriptor_pb2
-from program import ROOT
 
 from libtorchbeast import rpcenv_pb2
 

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What scripts/setup.sh does where something is missing."""
 
-import pathlib
 import shutil
 import subprocess
 
 import pytest
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-FILES = ("requirements-env.txt", "requirements.txt", "requirements-dev.txt")
+from deadline import ROOT
 
 # A Python without ensurepip until apt-get has run; its pip does what $PIP says.
-PYTHON = """#!/bin/sh
+PYTHON = """
 case "$*" in
   *version_info*) echo 3.11; exit $OLD ;;
   *ensurepip*) [ -e "$LOGS/apt" ] ;;
@@ -20,7 +17,7 @@ case "$*" in
   "-m pip install"*) echo "$@" >>"$LOGS/pip"; eval "$PIP" ;;
 esac
 """
-APT = '#!/bin/sh\n[ $1 = update ] || { echo "$@" >>"$LOGS/apt"; exit $APT; }\n'
+APT = '[ $1 = update ] || { echo "$@" >>"$LOGS/apt"; exit $APT; }\n'
 
 
 @pytest.fixture
@@ -30,29 +27,31 @@ def machine(tmp_path):
     for folder in (home / "scripts", commands, logs):
         folder.mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "setup.sh", home / "scripts")
-    for name in FILES:
-        shutil.copy(ROOT / name, home)
+    for path in ROOT.glob("requirements*.txt"):
+        shutil.copy(path, home)
     for name in ("sh", "cat", "cmp", "cp", "dirname", "mkdir", "rm", "touch", "env", "sleep"):
         (commands / name).symlink_to(shutil.which(name))
     scripts = {"python3": PYTHON, "apt-get": APT, "id": "echo $ID\n", "sudo": "exit 1\n"}
     for name, text in scripts.items():
-        (commands / name).write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}")
+        (commands / name).write_text(f"#!/bin/sh\n{text}")
         (commands / name).chmod(0o755)
 
     class Machine:
         venv, repo = home / ".venv", home
 
-        def run(self, *arguments, shell="sh", **environment):
+        def run(self, *arguments, shell="sh", fails=False, **environment):
+            """Run setup.sh, which must fail or not; return what it printed."""
             values = {"PATH": commands, "LOGS": logs, "ID": 0, "OLD": 0, "APT": 0, "PIP": ""}
-            values = {name: str(value) for name, value in (values | environment).items()}
-            return subprocess.run(
+            result = subprocess.run(
                 [shutil.which(shell), home / "scripts" / "setup.sh", *arguments],
-                env=values,
+                env={name: str(value) for name, value in (values | environment).items()},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
                 timeout=60,
             )
+            assert (result.returncode != 0) == fails, result.stdout
+            return result.stdout
 
         def log(self, name):
             path = logs / name
@@ -62,52 +61,47 @@ def machine(tmp_path):
 
 
 def test_a_bare_machine_is_set_up_once(machine):
-    result = machine.run("dev", "compiler")
-    assert result.returncode == 0
-    assert result.stdout.splitlines()[0] == "This will:"
+    output = machine.run("dev", "compiler")
+    assert output.startswith("This will:\n")
     (packages,) = machine.log("apt")
     for package in ("python3.11-venv", "g++", "libgrpc++-dev", "python3.11-dev"):
-        assert f" {package}" in packages and f" {package}" in result.stdout
+        assert f" {package}" in packages and f" {package}" in output
     assert machine.log("pip")[0].endswith("-r requirements-dev.txt")
-    assert machine.run("dev", "compiler").stdout == machine.run().stdout == ""  # nothing to do
+    assert machine.run("dev", "compiler") == machine.run() == ""  # nothing to do
     assert len(machine.log("apt")) == len(machine.log("pip")) == 1
 
 
 def test_monobeast_needs_no_compiler_and_changes_are_installed(machine):
-    assert machine.run().returncode == 0
+    machine.run()
     assert machine.log("apt") == ["install -y --no-install-recommends python3.11-venv"]
     assert machine.log("pip")[0].endswith("-r requirements.txt")
     with open(machine.repo / "requirements-env.txt", "a") as file:
         file.write("another==1.0\n")
-    assert machine.run().returncode == 0
+    machine.run()
     assert len(machine.log("pip")) == 2
 
 
 def test_without_rights_the_command_is_printed_and_nothing_done(machine):
-    result = machine.run("compiler", ID=1000)
-    assert result.returncode != 0
-    command = result.stdout.splitlines()[-1]
+    command = machine.run("compiler", ID=1000, fails=True).splitlines()[-1]
     assert command.startswith("  apt-get update && apt-get install -y")
     assert "python3.11-venv g++" in command
     assert not machine.venv.exists() and not machine.log("apt")
 
 
 def test_no_fitting_python_is_named(machine):
-    result = machine.run(OLD=1)
-    assert result.returncode != 0
-    assert "No Python from 3.11 to 3.14 found; tried: python3 python3.14" in result.stdout
-    assert "tried: nowhere." in machine.run(PYTHON="nowhere").stdout
+    message = "No Python from 3.11 to 3.14 found; tried: python3 python3.14"
+    assert message in machine.run(OLD=1, fails=True)
+    assert "tried: nowhere." in machine.run(PYTHON="nowhere", fails=True)
 
 
 def test_without_a_network_it_fails_and_tries_again(machine):
-    assert "Is there a network?" in machine.run(APT=100).stdout.splitlines()[-1]
+    assert "Is there a network?" in machine.run(APT=100, fails=True).splitlines()[-1]
     assert not machine.venv.exists()
-    result = machine.run(PIP="exit 1")
-    assert result.returncode != 0
-    assert "pip could not install requirements.txt" in result.stdout.splitlines()[-1]
-    assert machine.run().returncode == 0
+    output = machine.run(PIP="exit 1", fails=True)
+    assert "pip could not install requirements.txt" in output.splitlines()[-1]
+    machine.run()
     assert len(machine.log("pip")) == 2
-    assert machine.run().stdout == ""
+    assert machine.run() == ""
 
 
 @pytest.mark.parametrize("how", ["KILL", "INT"])
@@ -115,9 +109,8 @@ def test_an_environment_where_pip_was_interrupted_is_made_again(machine, how):
     # Ctrl-C reaches pip, which exits with 1, and the shell: bash (sh on Fedora) goes on then.
     interrupt = "kill -INT $PPID; exit 1" if how == "INT" else "kill -KILL $$"
     shell = "bash" if shutil.which("bash") else "sh"
-    assert machine.run(PIP=f"touch .venv/half; {interrupt}", shell=shell).returncode != 0
+    machine.run(PIP=f"touch .venv/half; {interrupt}", shell=shell, fails=True)
     assert (machine.venv / "half").exists()
-    result = machine.run()
-    assert "remove .venv" in result.stdout
-    assert result.returncode == 0 and not (machine.venv / "half").exists()
-    assert machine.run().stdout == ""
+    assert "remove .venv" in machine.run()
+    assert not (machine.venv / "half").exists()
+    assert machine.run() == ""
