@@ -1,29 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """A learner as a fork has it: tuples of tensors, an LSTM, threads of its own, a little replay.
 
+The net and the mathematics are those of catch.py and MonoBeast.
+
 python tests/helpers/fork_learner.py --pipes_basename unix:/tmp/catch
 """
 
 import argparse
 import collections
-import pathlib
 import random
-import sys
 import threading
 import time
 
+import catch
+import fork_env
+import gymnasium as gym
+import nest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
-
-import fork_env
-import nest
 from deadline import Thread
 
 import libtorchbeast
-import vtrace
 
 parser = argparse.ArgumentParser(description="Learn Catch", parents=[fork_env.parser],
                                  conflict_handler="resolve")  # fmt: skip
@@ -31,65 +28,40 @@ parser.add_argument("--num_actors", type=int, default=8)
 parser.add_argument("--total_steps", type=int, default=300_000)
 parser.add_argument("--external_servers", action="store_true", help="they are running already")
 
-BATCH_SIZE, UNROLL_LENGTH, HIDDEN_SIZE = 8, 12, 32
+BATCH_SIZE, UNROLL_LENGTH = 8, 12
 NUM_THREADS = 2  # of learners, and of inference
 GOAL = 0.9  # mean return of the last episodes at which it stops
+MONOBEAST = catch.monobeast.parser.parse_args(["--entropy_cost", "0.01"])
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(fork_env.ROWS * fork_env.COLUMNS + fork_env.COLUMNS, 64)
-        self.core = nn.LSTM(64, HIDDEN_SIZE)
-        self.policy = nn.Linear(HIDDEN_SIZE + 64, 3)
-        self.baseline = nn.Linear(HIDDEN_SIZE + 64, 1)
+def create_net():
+    return catch.Net(gym.spaces.Box(0, 1, (30,)), 3, use_lstm=True)
 
-    def initial_state(self, batch_size=1):
-        return tuple(torch.zeros(1, batch_size, HIDDEN_SIZE) for _ in range(2))
 
-    def forward(self, frame, done, core_state):
-        paddle = F.one_hot(frame["paddle"], fork_env.COLUMNS).float()
-        x = F.relu(self.fc(torch.cat([frame["board"].flatten(2), paddle], dim=-1)))
-        core_outputs = []
-        for x_t, notdone in zip(x, (~done).float().unsqueeze(-1), strict=True):
-            core_state = nest.map(notdone.mul, core_state)
-            output, core_state = self.core(x_t.unsqueeze(0), core_state)
-            core_outputs.append(output)
-        x = torch.cat([torch.cat(core_outputs), x], dim=-1)
-        policy_logits = self.policy(x)
-        action = torch.distributions.Categorical(logits=policy_logits).sample()
-        return (action, policy_logits, self.baseline(x).squeeze(-1)), core_state
+def read_frame(frame):
+    """Return the nest that is observed as one tensor [T, B, 30]."""
+    board = frame["board"].float().div_(255).flatten(2)
+    return torch.cat([board, F.one_hot(frame["paddle"], 5).float()], dim=-1)
 
 
 def inference(inference_batcher, model, lock):
     with torch.no_grad():
         for batch in inference_batcher:
             (frame, _, done, *_), agent_state = batch.get_inputs()
-            frame["board"] = frame["board"].float().div_(255)
             with lock:
-                outputs = model(frame, done, agent_state)
-            batch.set_outputs(outputs)
+                outputs, agent_state = model(
+                    {"frame": read_frame(frame), "done": done}, agent_state
+                )
+            outputs = tuple(outputs[key] for key in ("action", "policy_logits", "baseline"))
+            batch.set_outputs((outputs, agent_state))
 
 
-def compute_loss(model, batch, initial_agent_state):
-    (frame, reward, done, *_), (action, behavior_policy_logits, _) = batch
-    (_, policy_logits, baseline), _ = model(frame, done, initial_agent_state)
-    action, policy_logits, values = action[1:], policy_logits[:-1], baseline[:-1]
-    targets = vtrace.from_logits(
-        behavior_policy_logits=behavior_policy_logits[1:],
-        target_policy_logits=policy_logits,
-        actions=action,
-        discounts=(~done[1:]).float() * 0.99,
-        rewards=reward[1:],
-        values=values,
-        bootstrap_value=baseline[-1],
-    )
-    log_policy = F.log_softmax(policy_logits, dim=-1)
-    taken = log_policy.gather(-1, action.unsqueeze(-1)).squeeze(-1)
-    pg_loss = -torch.sum(taken * targets.pg_advantages)
-    baseline_loss = 0.5 * torch.sum((targets.vs - values) ** 2)
-    entropy_loss = torch.sum(log_policy.exp() * log_policy)
-    return pg_loss + 0.5 * baseline_loss + 0.01 * entropy_loss
+def take_step(model, optimizer, batch, initial_agent_state):
+    (frame, reward, done, *_), (action, policy_logits, _) = batch
+    never = torch.zeros_like(done)
+    rows = {"frame": read_frame(frame), "reward": reward, "done": done, "action": action}
+    rows |= {"policy_logits": policy_logits, "truncated": never, "terminated": never}
+    catch.monobeast.learn(MONOBEAST, model, rows, initial_agent_state, optimizer)
 
 
 def checksum(tensors):
@@ -100,8 +72,7 @@ def learn(learner_queue, model, actor_model, optimizer, stats, lock, actor_lock)
     replay = collections.deque(maxlen=50)  # of batches, each with the sum of all that it holds
     for tensors in learner_queue:
         batch, initial_agent_state = tensors
-        (frame, reward, done, episode_step, episode_return), _ = batch
-        frame["board"] = frame["board"].float().div_(255)
+        (_, reward, done, episode_step, episode_return), _ = batch
         returns = episode_return[1:][done[1:]].tolist()
         reward.clamp_(-1, 1)  # all in place: the batch is ours
         episode_step.zero_()
@@ -111,12 +82,8 @@ def learn(learner_queue, model, actor_model, optimizer, stats, lock, actor_lock)
             wanted, kept = random.choice(replay)
             if checksum(kept) != wanted:
                 raise RuntimeError("a batch that was kept has changed")
-            optimizer.zero_grad()
-            loss = compute_loss(model, batch, initial_agent_state)
-            loss = loss + 0.5 * compute_loss(model, *kept)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 40.0)
-            optimizer.step()
+            for nest_of_tensors in (tensors, kept):
+                take_step(model, optimizer, *nest_of_tensors)
             with actor_lock:
                 actor_model.load_state_dict(model.state_dict())
             stats["step"] += UNROLL_LENGTH * BATCH_SIZE
@@ -144,7 +111,7 @@ def train(flags):
         timeout_ms=100,
         check_outputs=True,
     )
-    model, actor_model = Net(), Net()
+    model, actor_model = create_net(), create_net()
     actor_model.load_state_dict(model.state_dict())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     actors = libtorchbeast.ActorPool(
@@ -152,7 +119,7 @@ def train(flags):
         learner_queue=learner_queue,
         inference_batcher=inference_batcher,
         env_server_addresses=[addresses[i % len(addresses)] for i in range(flags.num_actors)],
-        initial_agent_state=model.initial_state(),
+        initial_agent_state=model.initial_state(1),
     )
     stats = {"step": 0, "returns": collections.deque(maxlen=300), "mean_return": float("nan")}
     lock, actor_lock = threading.Lock(), threading.Lock()

@@ -14,14 +14,8 @@ from stream import FIELDS
 from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
 
 T = 4
-
-
 FORK_KEYS = ["frame", "reward", "done", "episode_step", "episode_return"]
-
-
 DTYPES = {key: torch.from_numpy(np.zeros(0, dtype)).dtype for key, dtype in FIELDS.items()}
-
-
 STATE = (torch.full((1, 1), 5.0), {"h": torch.full((2, 1, 3), 7, dtype=torch.int64)})
 
 

@@ -68,13 +68,9 @@ def play(folder, rng):
     env_class = Truncated if truncates else Counting
     addresses = [f"unix:{folder}/{rng.getrandbits(64):x}" for _ in range(rng.randint(1, 2))]
     servers = [ServerThread(env_class, address) for address in addresses]
-    rig = Rig(
-        addresses * rng.randint(1, 2),
-        limit=rng.choice([None, 4]),
-        num_envs=rng.randint(1, 3),
-        dict_outputs=dict_outputs,
-        reconnect=reconnect,
-    )
+    options = {"limit": rng.choice([None, 4]), "num_envs": rng.randint(1, 3)}
+    options |= {"dict_outputs": dict_outputs, "reconnect": reconnect}
+    rig = Rig(addresses * rng.randint(1, 2), **options)
     learners = [Thread(learn, rig, truncates) for _ in range(rng.randint(1, 2))]
     try:
         time.sleep(rng.choice([0, 0.02, 0.2]) * rng.random())
@@ -102,9 +98,7 @@ def play(folder, rng):
 
 def learn(rig, truncates):
     """Check all rollouts until the end; return how many columns there were."""
-    count = 0
-    for batch in rig.queue:
-        for column in split(batch):
-            check_rows(*column, truncates)
-            count += 1
-    return count
+    columns = [column for batch in rig.queue for column in split(batch)]
+    for column in columns:
+        check_rows(*column, truncates)
+    return len(columns)
