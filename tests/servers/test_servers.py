@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import unittest.mock
 from types import SimpleNamespace
 
 import catch_poly  # noqa: F401 - it makes the polybeast of this process play Catch
@@ -24,8 +25,6 @@ import polybeast_env
 from beast.envs.spaces import spaces_to_json
 from beast.errors import EnvError, FlagError
 from beast.servers import server_processes, servers
-
-ANY_PORT = "127.0.0.1:0"
 
 
 @pytest.fixture
@@ -129,7 +128,7 @@ def parse(*arguments):
 
 
 def test_connect_returns_the_servers_environment():
-    with serving(None, ANY_PORT, make_environments=make_many(Catch, 4), env="Catch") as address:
+    with serving(None, make_environments=make_many(Catch, 4), env="Catch") as address:
         with servers.connect(parse("--server_addresses", address), None) as found:
             assert found.addresses == [address] and found.num_envs == 4
             assert found.env == "Catch" and found.action_space.n == 3 and found.frame_skip == 1
@@ -140,20 +139,30 @@ def test_connect_returns_the_servers_environment():
             assert found.num_envs == 7
 
 
+def adopt(given, served, eval_interval=0):
+    flags = SimpleNamespace(env=given, eval_interval=eval_interval)
+    return servers.adopt_env(flags, SimpleNamespace(env=served, frame_skip=3))
+
+
 @pytest.mark.parametrize("given", [None, "Catch", "Breakout"])
 @pytest.mark.parametrize("served", [None, "Catch"])  # forks' servers name none
 def test_the_game_is_that_of_the_servers_or_refused(given, served, caplog):
     caplog.set_level(logging.INFO)
-    flags = SimpleNamespace(env=given, eval_interval=0)
-    found = SimpleNamespace(env=served, frame_skip=3)
     if (given, served) == ("Breakout", "Catch"):
         with pytest.raises(FlagError, match="is Breakout, but .* play Catch: start servers"):
-            servers.adopt_env(flags, found)
+            adopt(given, served)
         return
-    flags = servers.adopt_env(flags, found)
+    flags = adopt(given, served)
     assert flags.env == given or served and flags.frames_per_step == 3
     logged = ["The environment servers play Catch"] if served and not given else []
     assert caplog.messages == logged
+
+
+def test_a_game_of_a_module_is_taken_over_only_where_given():
+    with pytest.raises(FlagError, match="play 'my-evil:Pong-v0', .* add --env my-evil:Pong-v0$"):
+        adopt(None, "my-evil:Pong-v0", eval_interval=1)
+    adopt("my-evil:Pong-v0", "my-evil:Pong-v0", eval_interval=1)
+    adopt(None, "my-evil:Pong-v0")  # imports nothing here
 
 
 def create_nothing(num_envs, seed, name):
@@ -201,34 +210,17 @@ def test_flags_that_cannot_be_are_refused_before_anything_starts(arguments, mess
         polybeast.resolve(parse(*arguments.split()))
 
 
-def test_a_game_of_a_module_is_taken_over_only_where_given():
-    found = SimpleNamespace(env="my-evil:Pong-v0", frame_skip=1)
-    with pytest.raises(FlagError, match="play 'my-evil:Pong-v0', .* add --env my-evil:Pong-v0$"):
-        servers.adopt_env(SimpleNamespace(env=None, eval_interval=1), found)
-    servers.adopt_env(SimpleNamespace(env="my-evil:Pong-v0", eval_interval=1), found)
-    servers.adopt_env(SimpleNamespace(env=None, eval_interval=0), found)  # imports nothing here
-
-
-class Started(Exception):
-    """Servers were to be started."""
-
-
 def test_local_servers_get_the_learners_flags_but_no_secret(monkeypatch):
-    commands = []
-
-    def start(command, **kwargs):
-        commands.append(command)
-        raise Started
-
+    start = unittest.mock.Mock(side_effect=InterruptedError)
     monkeypatch.setattr(subprocess, "Popen", start)
     arguments = "--env BreakoutNoFrameskip-v4 --seed 7 --num_servers 3 --envs_per_stream 5 --color "
     arguments += "--no_episodic_life --no_fire_reset --no_max_pool --frame_skip 2 --frame_size 0 "
     arguments += "--frame_stack 1 --noop_max 0 --sticky_actions 0.5 --full_action_space "
     arguments += "--env_backend ale_vector --stall_timeout_s 7 --auth_token_file /secret"
     flags = parse(*arguments.split())
-    with pytest.raises(Started), servers.connect(flags, "script.py"):
+    with pytest.raises(InterruptedError), servers.connect(flags, "script.py"):
         pass
-    python, script, *arguments = commands[0]
+    python, script, *arguments = start.call_args[0][0]
     assert python == sys.executable and script == "script.py"
     served = vars(server_processes.parse_flags(polybeast_env.parser, arguments))
     assert "auth_token_file" not in json.loads(served.pop("learner_flags"))

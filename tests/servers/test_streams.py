@@ -4,6 +4,7 @@
 import threading
 from types import SimpleNamespace
 
+import pytest
 import torch
 from catch_env import Echo
 from deadline import Thread
@@ -19,16 +20,19 @@ CPU = torch.device("cpu")
 RUN = SimpleNamespace(follow=iter, watchdog=SimpleNamespace(follow=lambda batches, *_: batches))
 
 
-def create_streams(arguments="", addresses=("unix:/nowhere",), spaces="", num_envs=1):
-    """Return streams to servers that need not be there yet."""
-    flags = polybeast.parser.parse_args(["--seed", "1", *arguments.split()])
-    found = SimpleNamespace(addresses=addresses, num_envs=num_envs, spaces=spaces, env=None)
+@pytest.fixture
+def created():
+    """Streams to a server that is not there."""
+    flags = polybeast.parser.parse_args(["--seed", "1"])
+    found = SimpleNamespace(addresses=["unix:/nowhere"], num_envs=1, spaces="", env=None)
     found.credentials = {}
-    return streams.Streams(flags, found, (), 0, CPU)
+    created = streams.Streams(flags, found, (), 0, CPU)
+    yield created
+    created.queue.close()
+    created.batcher.close()
 
 
-def test_no_batch_of_inference_is_lost_between_two_ticks():
-    created = create_streams()
+def test_no_batch_of_inference_is_lost_between_two_ticks(created):
     created.count_batch(5)
     assert created.metrics()["inference_batch_size"] == 5
     assert created.metrics()["inference_batch_size"] is None
@@ -38,12 +42,9 @@ def test_no_batch_of_inference_is_lost_between_two_ticks():
             thread.assert_blocked()
     for thread in threads:
         thread.result()
-    created.queue.close()
-    created.batcher.close()
 
 
-def test_events_are_logged_but_of_long_ones_not_each_in_whole(caplog):
-    created = create_streams()
+def test_events_are_logged_but_of_long_ones_not_each_in_whole(created, caplog):
     events = [f"stream {i}: {'x' * 2000}; trying again in {i} s" for i in range(3)]
     created._pool = SimpleNamespace(next_event=iter([*events, "stream 1: back", None]).__next__)
     created.log_events()
@@ -52,8 +53,6 @@ def test_events_are_logged_but_of_long_ones_not_each_in_whole(caplog):
     for message, event in zip(others, events[1:], strict=True):
         assert message.startswith(event[:100]) and message.endswith(event[-100:])
         assert len(message) < 700
-    created.queue.close()
-    created.batcher.close()
 
 
 class Overtaken(nn.Module):
@@ -170,10 +169,10 @@ def test_a_batch_says_who_acted_and_has_rows_of_time_limits():
     learner = create_learner(Scale())
     echoes = make_many(lambda: Echo(length=PERIOD - 1, truncates=True))
     with serving(None, "127.0.0.1:0", make_environments=echoes) as address:
-        flags = polybeast.parser.parse_args(["--server_addresses", address])
+        flags = f"--seed 1 --unroll_length {T} --batch_size 9 --server_addresses {address}"
+        flags = polybeast.parser.parse_args(flags.split())
         with servers.connect(flags, None) as found:
-            arguments = f"--unroll_length {T} --batch_size 9"
-            created = create_streams(arguments, [address], found.spaces)
+            created = streams.Streams(flags, found, (), 0, CPU)
         inference = (polybeast.inference, flags, learner, CPU, created, RUN)
         threads = [Thread(created.run), Thread(*inference)]
         batch = Thread(next, streams.read_batches(created.queue, CPU, RUN)).result()
