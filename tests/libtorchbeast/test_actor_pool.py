@@ -2,6 +2,7 @@
 """ActorPool: rollouts from real servers, lost servers, and servers that send rubbish."""
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -30,7 +31,7 @@ from counting import (
 from deadline import DEADLINE, Thread, run_with_deadline, wait_until
 from old_env import Old
 from program import HELPERS, ROOT
-from rig import STATE, Rig, T, act_zero, answer, check_rows, split
+from rig import STATE, Rig, T, act_zero, answer, check_rows
 from stream import ServerThread, from_nest, make_many
 
 from libtorchbeast import (
@@ -89,41 +90,40 @@ def check_chain(chain, initial_state, truncates=False):
         check_rows(env_outputs, agent_outputs, initial_agent_state, truncates)
 
 
-@pytest.mark.parametrize("env_class", [counting.OldCounting, counting.Counting])
-def test_a_forks_call_gives_tuples_of_one_environment_a_stream(start, env_class):
-    server = start(ServerThread(env_class))
-    rig = start(Rig([server.address] * 2))
-    batch = rig.take()
+def test_a_forks_call_gives_tuples_of_one_environment_a_stream(start):
+    batch = start(Rig([start(ServerThread(counting.OldCounting)).address])).take()
     (env_outputs, agent_outputs), state = batch
     assert type(batch) is type(env_outputs) is type(agent_outputs) is tuple
-    frame, reward, done, episode_step, episode_return = env_outputs
+    frame, *others = env_outputs  # reward, done, episode_step, episode_return
     assert frame.shape == (T + 1, 1, 4) and frame.dtype == torch.int64
-    for tensor in (reward, done, episode_step, episode_return):
-        assert tensor.shape == (T + 1, 1)
-    assert agent_outputs[0].shape == (T + 1, 1)
+    assert [tensor.shape for tensor in (*others, agent_outputs[0])] == 5 * [(T + 1, 1)]
     assert state[0].shape == (1, 1) and state[1]["h"].shape == (2, 1, 3)
-    chains = by_environment(split(batch) + rig.columns(20))
-    assert len(chains) == 2
-    for chain in chains.values():
-        check_chain(chain, STATE)
 
 
-@pytest.mark.parametrize("columns", [1, 2, 3, 6])
-@pytest.mark.parametrize("dict_outputs", [False, True])
-def test_each_environment_of_a_stream_is_a_column(start, dict_outputs, columns):
-    server = start(ServerThread(counting.Counting))
-    rig = start(
-        Rig([server.address] * 2, columns=columns, dict_outputs=dict_outputs, num_envs=3, limit=8)
-    )
-    taken = rig.columns(60)
+@pytest.mark.parametrize(
+    ("env_class", "num_envs", "columns", "dict_outputs"),
+    [
+        (counting.OldCounting, None, 1, False),
+        (counting.Truncated, None, 1, False),  # forks would take the extra row for a step
+        (counting.Truncated, 3, 3, True),
+        *itertools.product([counting.Counting], [3], [1, 2, 3, 6], [False, True]),
+    ],
+)
+def test_each_environment_of_a_stream_is_a_column(
+    start, env_class, num_envs, columns, dict_outputs
+):
+    address, n = start(ServerThread(env_class)).address, num_envs or 1
+    options = {"columns": columns, "dict_outputs": dict_outputs, "num_envs": num_envs, "limit": 8}
+    taken = start(Rig([address] * 2, **options)).columns(60)
     # Columns of a rollout stay neighbors, also where a batch ends between them.
     ids = [int(env_outputs["frame"][0, 0]) for env_outputs, _, _ in taken]
-    assert len(set(ids)) == 6
-    assert all(sorted(ids[i : i + 3]) == list(range(min(ids[i : i + 3]), min(ids[i : i + 3]) + 3))
-               for i in range(0, 60, 3))  # fmt: skip
-    for chain in by_environment(taken).values():
+    for i in range(0, 60, n):
+        assert sorted(ids[i : i + n]) == list(range(min(ids[i : i + n]), min(ids[i : i + n]) + n))
+    chains = by_environment(taken).values()
+    assert len(chains) == 2 * n
+    for chain in chains:
         assert len(chain) > 1
-        check_chain(chain, STATE)
+        check_chain(chain, STATE, truncates=env_class is counting.Truncated and dict_outputs)
 
 
 @pytest.mark.parametrize(
@@ -176,15 +176,6 @@ def test_actions_of_several_parts_come_back_as_last_action(start, space, dtype):
         assert (last_action[0] == 0).all() == first and (last_action[1:] != 0).any()
 
 
-@pytest.mark.parametrize("is_fork", [False, True])  # it would take the extra row for a step
-def test_time_limits_have_a_row_of_their_own_except_at_forks(start, is_fork):
-    server = start(ServerThread(counting.Truncated))
-    options = {} if is_fork else {"columns": 3, "dict_outputs": True, "num_envs": 3}
-    taken = start(Rig([server.address], **options)).columns(36)
-    for chain in by_environment(taken).values():
-        check_chain(chain, STATE, truncates=not is_fork)
-
-
 def test_messages_may_be_larger_than_grpc_takes_by_default(start):
     large = lambda: Old(observation=lambda t: np.full((5, 2**20), t, np.uint8))  # noqa: E731
     address = start(ServerThread(large)).address
@@ -194,14 +185,11 @@ def test_messages_may_be_larger_than_grpc_takes_by_default(start):
 
 
 def test_options_of_a_stream_travel_as_metadata(start):
-    fork = start(FakeServer(obey(1)))
+    fork, server = start(FakeServer(obey(1))), start(FakeServer(obey(2)))
     start(Rig([fork.address], act_zero, ())).take()
     assert not OPTIONS & fork.metadata[0].keys()
-    server = start(FakeServer(obey(2)))
-    start(
-        Rig([server.address] * 2, act_zero, (), dict_outputs=True, num_envs=2,
-            seeds=["1,2,3", "4"], newest_frame_only=True)
-    ).take()  # fmt: skip
+    options = {"dict_outputs": True, "num_envs": 2, "newest_frame_only": True}
+    start(Rig([server.address] * 2, act_zero, (), seeds=["1,2,3", "4"], **options)).take()
     wait_until(lambda: len(server.metadata) == 2)
     for metadata in server.metadata:
         assert metadata.keys() >= OPTIONS and metadata["num-envs"] == "2"
