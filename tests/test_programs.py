@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import warnings
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
@@ -122,6 +123,7 @@ def learned(case, tmp_path_factory):
         facts = SimpleNamespace(savedir=savedir, folder=savedir / "first", env=env, steps=steps)
         if has_learned(facts):
             break
+        warnings.warn(f"{case.name} has not learned Catch in {steps} steps", stacklevel=1)
     facts.output = output
     return facts
 
