@@ -25,11 +25,9 @@ from beast.processes import fork_server
 from beast.servers import servers
 from beast.servers.addresses import consecutive_addresses, expand_addresses
 
-both = pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: p.__name__)
-
-
 COUNTS = ["total_steps", "num_actors", "batch_size", "unroll_length", "num_learner_threads"]
 COUNTS += ["num_episodes", "num_test_envs"]
+both = pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: p.__name__)
 
 
 @both
@@ -47,7 +45,7 @@ COUNTS += ["num_episodes", "num_test_envs"]
         ("--learning_rte 0.1", "--learning_rte 0.1; did you mean --learning_rate?"),
         ("--unrol_length=5", "--unrol_length=5; did you mean --unroll_length?"),
         *[
-            (f"--{name} 0", f"argument --{name}: 0 is not valid: it must be positive")
+            (f"--{name} 0", f"argument --{name}: 0 is not valid: it must be posi")
             for name in COUNTS
         ],
         ("--lr 0.1", "arguments: --lr 0.1; did you mean --learning_rate? (--help"),
@@ -267,22 +265,28 @@ def test_best_brings_its_own_flags_and_is_for_tests_alone(tmp_path):
             parse(tmp_path, f"--xpid run {flag}")
 
 
-@pytest.mark.parametrize("mode", ["train", "test"])
-def test_a_checkpoint_of_another_environment_is_refused(tmp_path, mode):
-    save(parse(tmp_path))
-    with pytest.raises(FlagError, match="--env is Breakout, .* is of PongNo.*: leave --env out"):
-        parse(tmp_path, f"--xpid run --env Breakout --mode {mode}")
-    env = "PongNoFrameskip-v4"
-    assert parse(tmp_path, f"--xpid run --env {env} --mode {mode}").env == env
+OTHER_ENV = "--env is Breakout, .* is of PongNo.*: leave --env out"
+
+
+@pytest.mark.parametrize(
+    ("saved", "refused", "message", "taken"),
+    [
+        ("", "--env Breakout", OTHER_ENV, "--env PongNoFrameskip-v4"),
+        ("", "--env Breakout --mode test", OTHER_ENV, "--env PongNoFrameskip-v4 --mode test"),
+        ("--total_steps 200", "", r"has done its 200 steps: .* \(200\)", "--total_steps 201"),
+        ("--total_steps 200", "--total_steps 100", "has done its 200 steps: raise", "--mode test"),
+        # A module that only the checkpoint names is not imported.
+        ("--env evil:Pong", "", "names 'evil:Pong', .* add --env evil:Pong$", "--env evil:Pong"),
+        ("--env evil:Pong", "--mode test", "add --env", "--mode test --env evil:Pong"),
+        ("--env my-evil:Pong", "", "add --env my-evil:Pong$", "--env my-evil:Pong"),
+    ],
+)
+def test_what_a_run_does_not_go_on_with_is_refused(tmp_path, saved, refused, message, taken):
+    save(parse(tmp_path, f"--xpid run {saved}"))
+    with pytest.raises(FlagError, match=message):
+        parse(tmp_path, f"--xpid run {refused}")
+    assert parse(tmp_path, f"--xpid run {taken}").xpid == "run"
     assert parse(tmp_path, "--xpid other --env Breakout").env == "Breakout"
-
-
-def test_a_run_that_has_done_its_steps_is_refused(tmp_path):
-    save(parse(tmp_path), num_updates=10)
-    with pytest.raises(FlagError, match=r"has done its 1,000 steps: raise --total_steps \(1,000\)"):
-        parse(tmp_path)
-    assert parse(tmp_path, "--xpid run --total_steps 1001").total_steps == 1001
-    assert parse(tmp_path, "--xpid run --mode test").xpid == "run"
 
 
 def test_a_test_of_a_run_that_is_not_there_lists_those_that_are(tmp_path):
@@ -331,17 +335,10 @@ def test_other_systems_than_linux_are_refused(tmp_path, monkeypatch):
         parse(tmp_path)
 
 
-def test_a_checkpoint_alone_has_no_module_imported(tmp_path):
+def test_a_module_that_is_a_forks_default_excuses_no_other(tmp_path):
     save(parse(tmp_path, "--xpid run --env evil:Pong-v0"))
-    for mode in ("train", "test"):
-        with pytest.raises(FlagError, match="names 'evil:Pong-v0', .* add --env evil:Pong-v0$"):
-            parse(tmp_path, f"--xpid run --mode {mode}")
-        assert parse(tmp_path, f"--xpid run --mode {mode} --env evil:Pong-v0").mode == mode
-    save(parse(tmp_path, "--xpid dashed --env my-evil:Pong-v0"))  # which importlib imports, too
-    with pytest.raises(FlagError, match="add --env my-evil:Pong-v0$"):
-        parse(tmp_path, "--xpid dashed")
     parser = create_parser()
-    parser.set_defaults(env="our:Pong-v0")  # as a fork may
+    parser.set_defaults(env="our:Pong-v0")
     with pytest.raises(FlagError, match="add --env evil:Pong-v0"):
         parse(tmp_path, "--xpid run", parser)
 
