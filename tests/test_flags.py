@@ -45,7 +45,7 @@ both = pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: 
         ("--learning_rte 0.1", "--learning_rte 0.1; did you mean --learning_rate?"),
         ("--unrol_length=5", "--unrol_length=5; did you mean --unroll_length?"),
         *[
-            (f"--{name} 0", f"argument --{name}: 0 is not valid: it must be posi")
+            (f"--{name} 0", f"argument --{name}: 0 is not valid: it must be positive")
             for name in COUNTS
         ],
         ("--lr 0.1", "arguments: --lr 0.1; did you mean --learning_rate? (--help"),

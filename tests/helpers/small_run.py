@@ -55,6 +55,13 @@ def create_batch(policy_version=1, **rows):
     return Batch(rows, (), rows, [policy_version] * B, {"actors": [0]})
 
 
+def record(run, update=UPDATE, batch=None):
+    """Record an update as a program does."""
+    with run._learner.lock:
+        run._learner.publish()
+        run.record(update, batch or create_batch(run._learner.weights.version - 1))
+
+
 def save(flags, num_updates=2):
     """Write a checkpoint of a run that has learned; return its learner."""
     learner = create_learner(flags, num_updates)

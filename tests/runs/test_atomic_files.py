@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that are never torn, CSV files that grow, and TensorBoard's events."""
 
+import contextlib
 import errno
 import time
 
@@ -23,27 +24,24 @@ def test_a_piece_that_fits_in_part_is_taken_back(small_disk):
 
 
 def test_files_of_one_stem_have_temporary_files_of_their_own(tmp_path, monkeypatch):
-    names, write = [], atomic_files._write_all
-    monkeypatch.setattr(
-        atomic_files, "_write_all", lambda file, x: names.append(file.name) or write(file, x)
-    )
-    for seed in (1, 2):
-        atomic_files.replace_file(tmp_path / f"pong.{seed}", b"%d" % seed)
-        assert (tmp_path / f"pong.{seed}").read_bytes() == b"%d" % seed
-    assert len(set(names)) == 2
+    one, two = tmp_path / "pong.1", tmp_path / "pong.2"
+    write = atomic_files._write_all
+
+    def write_both(file, content):
+        monkeypatch.setattr(atomic_files, "_write_all", write)
+        write(file, content)
+        atomic_files.replace_file(two, b"2")
+
+    monkeypatch.setattr(atomic_files, "_write_all", write_both)
+    atomic_files.replace_file(one, b"1")
+    assert (one.read_bytes(), two.read_bytes()) == (b"1", b"2")
 
 
 @pytest.fixture
 def make_csv(tmp_path):
-    opened = []
-
-    def make(step=0):
-        opened.append(CSVFile(tmp_path / "logs.csv", step))
-        return opened[-1]
-
-    yield make
-    for file in opened:
-        file.close()
+    with contextlib.ExitStack() as opened:
+        make = lambda step=0: CSVFile(tmp_path / "logs.csv", step)  # noqa: E731
+        yield lambda *step: opened.enter_context(contextlib.closing(make(*step)))
 
 
 def test_csv_grows_by_columns_and_can_be_read_after_each_row(make_csv, tmp_path):
@@ -55,13 +53,10 @@ def test_csv_grows_by_columns_and_can_be_read_after_each_row(make_csv, tmp_path)
         assert len(read_rows(tmp_path)) == i + 1
     rows = read_rows(tmp_path)
     assert list(rows[0]) == ["_tick", "_time", "step", "loss", "return", "lag"]
-    assert [row["_tick"] for row in rows] == ["0", "1", "2"]
-    assert [row["step"] for row in rows] == ["1", "2", "3"]
-    assert [row["loss"] for row in rows] == ["0.5", "0.25", ""]
-    assert [row["return"] for row in rows] == ["", "3", "4"]
-    assert [row["lag"] for row in rows] == ["", "", ""]
-    times = [float(row["_time"]) for row in rows]
+    times = [float(row.pop("_time")) for row in rows]
     assert times == sorted(times) and times[0] > 1.5e9  # seconds since the epoch
+    values = [["0", "1", "0.5", "", ""], ["1", "2", "0.25", "3", ""], ["2", "3", "", "4", ""]]
+    assert [list(row.values()) for row in rows] == values
 
 
 @pytest.mark.parametrize(
@@ -113,11 +108,10 @@ def test_a_folder_that_is_moved_costs_rows_and_not_the_run(make_csv, tmp_path, c
 
 
 def test_a_log_whose_file_is_gone_stale_raises_nothing(tmp_path, caplog, monkeypatch):
-    file = GrowingFile(tmp_path / "file")
-
     def fail(_):
         raise OSError(errno.ESTALE, "Stale file handle")
 
+    file = GrowingFile(tmp_path / "file")
     with monkeypatch.context() as patch:
         patch.setattr(atomic_files.os, "fstat", fail)
         assert not file.append(b"lost\n")

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from small_run import UPDATE, create_batch, create_learner, parse
+from small_run import UPDATE, create_learner, parse, record
 
 import monobeast
 import polybeast
@@ -231,8 +231,7 @@ def test_a_run_logs_its_health_but_not_of_the_first_updates(tmp_path, monkeypatc
     flags = parse(tmp_path)
     with Run(flags, create_learner(flags)) as run:
         for _ in range(8):
-            with run._learner.lock:
-                run.record(UPDATE | GOOD | {"clipped_updates": 1.0}, create_batch())
+            record(run, UPDATE | GOOD | {"clipped_updates": 1.0})
             run.tick()
     texts = re.findall(r"\| health (.*?) \|", caplog.text)
     # The last one as the run ends.

@@ -3,7 +3,7 @@
 
 import pytest
 from program import read_rows
-from small_run import UPDATE, create_batch, create_learner, parse
+from small_run import create_learner, parse, record
 
 from beast.runs import profiling
 from beast.runs.profiling import CPUEnergy
@@ -41,19 +41,14 @@ def powercap(tmp_path, monkeypatch):
 
 
 def test_cpu_joules_are_of_all_packages_and_count_nothing_twice(powercap):
-    powercap.add("intel-rapl", "control", 0)
-    for domain, name in (
-        ("intel-rapl:0", "package-0"),
-        ("intel-rapl:0:0", "core"),
-        ("intel-rapl:0:1", "dram"),
-        ("intel-rapl:1", "package-1-die-0"),
-        ("intel-rapl:2", "psys"),
-        ("intel-rapl-mmio:0", "package-0"),
-    ):
+    packages = {"intel-rapl:0": "package-0", "intel-rapl:1": "package-1-die-0"}
+    others = {"intel-rapl:0:0": "core", "intel-rapl:0:1": "dram", "intel-rapl:2": "psys"}
+    others |= {"intel-rapl-mmio:0": "package-0", "intel-rapl": "control"}
+    for domain, name in (packages | others).items():
         powercap.add(domain, name, 5_000_000)
     measured = CPUEnergy()
     assert measured.metrics() == {"cpu_joules": 0.0}
-    for domain in ("intel-rapl:0:0", "intel-rapl:0:1", "intel-rapl:2", "intel-rapl-mmio:0"):
+    for domain in others:
         powercap.set(domain, 99_000_000)
     assert measured.metrics()["cpu_joules"] == 0.0
     powercap.set("intel-rapl:0", 7_500_000)
@@ -88,10 +83,8 @@ def test_joules_of_some_packages_alone_are_none(powercap, name, content):
 @pytest.mark.parametrize("content", [None, "", "broken"])
 def test_a_counter_that_is_lost_is_logged_once(powercap, content, caplog):
     powercap.add("intel-rapl:0", "package-0", 5_000_000)
-    measured = CPUEnergy()
-    powercap.file("intel-rapl:0").unlink()
-    if content is not None:
-        powercap.file("intel-rapl:0").write_text(content)
+    measured, file = CPUEnergy(), powercap.file("intel-rapl:0")
+    file.unlink() if content is None else file.write_text(content)
     assert measured.metrics() == {}
     powercap.set("intel-rapl:0", 8_000_000)
     assert measured.metrics() == {}
@@ -102,13 +95,10 @@ def test_a_counter_that_is_lost_is_logged_once(powercap, content, caplog):
 def test_a_run_logs_joules_where_they_are_measured(tmp_path, powercap, is_measured):
     if is_measured:
         powercap.add("intel-rapl:0", "package-0", 1_000_000)
-    flags = parse(tmp_path, "--xpid run")
-    learner = create_learner(flags)
-    with Run(flags, learner) as run:
+    flags = parse(tmp_path)
+    with Run(flags, create_learner(flags)) as run:
         if is_measured:
             powercap.set("intel-rapl:0", 21_000_000)
-        with learner.lock:
-            learner.publish()
-            run.record(UPDATE, create_batch(learner.weights.version - 1))
+        record(run)
     row = read_rows(tmp_path / "run")[-1]
     assert row.get("cpu_joules") == ("20.0" if is_measured else None)

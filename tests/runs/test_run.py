@@ -17,7 +17,7 @@ import torch
 from deadline import run_with_deadline
 from files import fill, read_events
 from program import HELPERS, ROOT, load, read_meta, read_rows, run, wait_until
-from small_run import UPDATE, B, create_batch, create_learner, parse, save, update
+from small_run import UPDATE, B, create_batch, create_learner, parse, record, save, update
 
 from beast.errors import EnvError, FlagError
 from beast.learners.learner_group import Alone
@@ -44,12 +44,6 @@ class System:
 
     def pids(self):
         return []
-
-
-def record(run, update=UPDATE, batch=None):
-    with run._learner.lock:
-        run._learner.publish()
-        run.record(update, batch or create_batch(run._learner.weights.version - 1))
 
 
 def start(tmp_path, arguments=CPU_ONLY, **kwargs):
