@@ -105,12 +105,6 @@ def find_overlaps(events):
     return most, shared
 
 
-def make_slots(cores, gpus, **flags):
-    flags = {"cores_per_run": 1, "gpus_per_run": None, "runs_per_gpu": 1} | flags
-    ids = [str(i) for i in range(gpus)]
-    return queue_runs.make_slots(argparse.Namespace(**flags), list(range(cores)), ids)
-
-
 # ------------------------------------------------------------------------------------------ braces
 
 
@@ -175,10 +169,10 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 def test_no_core_has_two_slots_and_no_gpu_more_than_is_wished(
     cores, gpus, cores_per_run, gpus_per_run, runs_per_gpu
 ):
-    slots = make_slots(
-        cores, gpus, cores_per_run=cores_per_run, gpus_per_run=gpus_per_run,
-        runs_per_gpu=runs_per_gpu,
-    )  # fmt: skip
+    words = f"--cores_per_run {cores_per_run} --runs_per_gpu {runs_per_gpu} "
+    words += f"--gpus_per_run {gpus_per_run}" if gpus_per_run else ""
+    flags = queue_runs.parser.parse_args(words.split())
+    slots = queue_runs.make_slots(flags, list(range(cores)), [str(i) for i in range(gpus)])
     room = [cores // cores_per_run]
     room += [gpus * runs_per_gpu // gpus_per_run] if gpus_per_run else []
     assert len(slots) == min(room)

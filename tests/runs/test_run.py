@@ -213,14 +213,16 @@ def test_updates_that_stay_not_finite_end_the_run(tmp_path):
     assert load(tmp_path / "run" / "model.tar")["step"] == 100
 
 
-def test_an_unwritable_last_checkpoint_is_an_error(small_disk):
+def test_an_unwritable_last_checkpoint_is_an_error(small_disk, caplog):
     reason = r"model.tar of step 200 could not be written \(No space .*that of step 100 stays"
     with pytest.raises(FlagError, match=reason):
         with start(small_disk) as run:
-            record(run)
+            update(run._learner, [1.0])
             run._folder.checkpoints.save(run._learner)
             filler = fill(small_disk)
-            record(run)
+            update(run._learner, [1.0])
+    assert re.search(reason.replace("model", "best"), caplog.text)
+    assert list(small_disk.glob("run/*.tmp")) == []
     filler.unlink()
     with start(small_disk) as run:
         record(run)
