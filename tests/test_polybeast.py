@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import catch_poly  # it makes the polybeast of this process play Catch
@@ -47,7 +48,10 @@ def test_servers_whose_main_process_is_killed_are_restarted(tmp_path):
         (private,) = tmp_path.glob("polybeast-*")
         assert private.stat().st_mode & 0o777 == 0o700
         (main,) = program.members("--end_with_stdin")
-        os.kill(min(program.members("spawn_main")), signal.SIGSTOP)  # one that does not notice
+        pid = min(program.members("spawn_main"))
+        os.kill(pid, signal.SIGSTOP)  # one that does not notice
+        # Once it has stopped, the kernel hangs it up when its parent, in another group, has died.
+        program.wait_until(lambda: ") T " in Path(f"/proc/{pid}/stat").read_text())
         os.kill(main, signal.SIGKILL)
         program.wait_until(lambda: program.output.count("Starting environment servers") == 2)
         program.wait_until(lambda: program.output.count(" is back") == 2)
