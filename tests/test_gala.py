@@ -572,7 +572,9 @@ def disturbed(tmp_path_factory):
         patch.setattr("beast.runs.run.LOG_INTERVAL", 0.5)
         patch.setattr("beast.gossip.agents.HOLD_TIMEOUT", 5)
         patch.setattr(gala, "Agents", lambda *args: started.append(Agents(*args)) or started[-1])
-        patch.setattr(sys.modules["__main__"], "__file__", str(SCRIPT))  # which evaluations run
+        patch.setattr(
+            sys.modules["__main__"], "__file__", str(SCRIPT), raising=False
+        )  # which evaluations run
         yield types.SimpleNamespace(savedir=savedir, folder=folder, go_on=go_on)
 
 

@@ -117,12 +117,16 @@ def start_process(process, name):
 def end_process(process, patience):
     """Kill a process that start_process has started, unless it ends in so many seconds.
 
-    What its environments have started is killed in any case.
+    What its environments have started is killed in any case, if it leads a group.
     """
     if process not in _started:  # its id may be that of another one by now
         return
     _started.discard(process)
     process.join(max(0, patience))
+    if isinstance(process, multiprocessing.context.SpawnProcess):  # leads no group
+        process.kill()
+        process.join(2)
+        return
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, and left nobody
         os.killpg(process.pid, signal.SIGKILL)
     if process.is_alive() or process.exitcode == 255:

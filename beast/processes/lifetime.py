@@ -153,18 +153,13 @@ def exit_now():
     os._exit(1)
 
 
-def lead_group(ends_with_parent=True):
-    """Lead a process group, so that processes that this one starts can be ended with it.
+def lead_group():
+    """Lead a process group, which the kernel kills when the parent ends, even if all in it hang.
 
-    For processes that multiprocessing has started.
-
-    Args:
-      ends_with_parent: have the kernel kill the group when the parent ends, even if all in it hang.
+    For processes that multiprocessing has started, and that may start others.
     """
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # which a background group gets for its output
     os.setpgid(0, 0)
-    if not ends_with_parent:
-        return
     pipe = multiprocessing.parent_process().sentinel
     with contextlib.suppress(OSError):  # a sandbox may not know it: exit_with_parent is left then
         # When its other end is closed, the kernel sends the group a SIGIO, or what F_SETSIG says.

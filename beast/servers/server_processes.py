@@ -24,7 +24,6 @@ from beast.processes.lifetime import (
     STOP_SIGNALS,
     exit_now,
     exit_with_parent,
-    lead_group,
     start_logging,
 )
 from beast.processes.supervisor import Supervisor
@@ -77,7 +76,6 @@ def server_main(run_server, flags, address, seed, pipe, busy_since):
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what to do
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    lead_group(ends_with_parent=False)  # without it: `end` has to remove the socket first
     print_stacks_on_signal()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     exit_with_parent(end=end, while_alive=record_alive)

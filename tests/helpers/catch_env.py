@@ -6,9 +6,9 @@
 As any fork would, it replaces create_env and leaves the rest of polybeast_env.py alone.
 """
 
+import multiprocessing
 import os
 import pathlib
-import subprocess
 import sys
 import time
 
@@ -128,11 +128,16 @@ class Old(Catch):
 
 
 class Parent(Catch):
-    """Catch that starts a process and leaves it behind."""
+    """Catch that has started a process, one in each server, which is to end with it."""
+
+    child = None
 
     def __init__(self):
         super().__init__()
-        self.child = subprocess.Popen(["sleep", "3600"])
+        if Parent.child is None:
+            spawn = multiprocessing.get_context("spawn")
+            Parent.child = spawn.Process(target=time.sleep, args=(3600,), daemon=True)
+            Parent.child.start()
 
 
 class Mixed(gym.Wrapper):

@@ -125,6 +125,7 @@ def test_no_thread_learns_after_the_last_step(monkeypatch, program):
     monkeypatch.setattr(program, "learn", lambda *_: {"steps": 1000.0})
     system = (None, None) if program is monobeast else (argparse.Namespace(queue=None),)
     version = learner.weights.version
-    program.batch_and_learn(None, learner, *system, run)
+    replay = argparse.Namespace(mix=lambda batch: batch)
+    program.batch_and_learn(None, learner, *system, replay, run)
     assert run.updates == [({"steps": 1000.0}, batch)]
     assert learner.weights.version == version + 1
