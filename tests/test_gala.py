@@ -562,20 +562,20 @@ def disturbed(tmp_path_factory):
                 os.kill(os.getpid(), signal.SIGTERM)
                 raise
 
-        thread = Thread(wait_and_act)
-        try:
-            return gala.main(split_words([arguments_of(savedir), *options]))
-        finally:
-            thread.result()
+        thread, main = Thread(wait_and_act), sys.modules["__main__"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("beast.runs.run.LOG_INTERVAL", 0.5)
+            patch.setattr("beast.gossip.agents.HOLD_TIMEOUT", 5)
+            patch.setattr(
+                gala, "Agents", lambda *args: started.append(Agents(*args)) or started[-1]
+            )
+            patch.setattr(main, "__file__", str(SCRIPT), raising=False)  # for evaluations
+            try:
+                return gala.main(split_words([arguments_of(savedir), *options]))
+            finally:
+                thread.result()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("beast.runs.run.LOG_INTERVAL", 0.5)
-        patch.setattr("beast.gossip.agents.HOLD_TIMEOUT", 5)
-        patch.setattr(gala, "Agents", lambda *args: started.append(Agents(*args)) or started[-1])
-        patch.setattr(
-            sys.modules["__main__"], "__file__", str(SCRIPT), raising=False
-        )  # which evaluations run
-        yield types.SimpleNamespace(savedir=savedir, folder=folder, go_on=go_on)
+    return types.SimpleNamespace(savedir=savedir, folder=folder, go_on=go_on)
 
 
 @pytest.fixture(scope="module")
