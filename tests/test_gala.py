@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import types
 
 import gymnasium as gym
@@ -23,7 +24,6 @@ from program import ROOT, column, last_step, load, read_rows, run, split_words
 from table import Table, make_rows
 
 import gala
-from beast.envs.environments import Environments
 from beast.errors import EnvError, FlagError
 from beast.gossip.agents import AgentLink, Agents
 from beast.gossip.population import AgentMemory, Mailboxes, Population
@@ -414,16 +414,17 @@ class HasToHold(Exception):
 
 
 def learn_once(agent, is_replacement=False, has_news=False):
-    """Have an agent make one update that hardly moves it; return its rows and its baseline's bias.
+    """Have an agent make one update that hardly moves it.
 
-    At first the bias of agent 0 is 1, that of agent 1 is 2. With news the in-peers send theirs;
-    then the bias that the agent has sent comes before its own.
+    At first the baseline's bias of agent 0 is 1, that of agent 1 is 2. With news the in-peers have
+    sent theirs.
+
+    Returns:
+      The rows that it learned from, and the biases that it has sent and saved.
     """
     flags = parse("--num_agents 3 --envs_per_agent 1 --learning_rate 1e-9 --env CartPole-v1")
-    threads, batches = torch.get_num_threads(), []
-    with contextlib.closing(Environments(lambda: gym.make("CartPole-v1"), 1, 0, "one")) as sample:
-        spaces = sample.observation_space, sample.action_space
-    net, (rows, outputs, _) = create_net(gala.Net, *spaces)
+    threads, batches, env = torch.get_num_threads(), [], gala.create_env(flags)
+    net, (rows, outputs, _) = create_net(gala.Net, env.observation_space, env.action_space)
     population = Population(net, 3)
     for i, agents_net in enumerate(population.agents):
         torch.nn.init.constant_(agents_net.baseline.bias, 1 + i)
@@ -439,29 +440,23 @@ def learn_once(agent, is_replacement=False, has_news=False):
         agent=agent, seed=[1, agent], is_replacement=is_replacement, hold=hold,
         report=lambda metrics, batch: batches.append(batch), has_to_hold=lambda: True,
     )  # fmt: skip
+    make_net = functools.partial(copy.deepcopy, net)
     with pytest.raises(HasToHold):
-        make_net = functools.partial(gala.Net, spaces[0], sample.num_actions)
         gala.learn_alone(flags, link, rows | outputs, make_net, memory, None)
     torch.set_num_threads(threads)
-    biases = []
-    for load_into in (memory.mailboxes.weights[agent].load_into,) * has_news + (
-        lambda net: memory.load(agent, net, optimizer),
-    ):
-        load_into(population.agents[agent])
-        biases.append(population.agents[agent].baseline.bias.item())
-    return batches[0].rows, *biases
+    memory.mailboxes.weights[agent].load_into(net)
+    memory.load(agent, population.agents[agent], optimizer)
+    saved = population.agents[agent].baseline.bias.item()
+    return batches[0].rows, net.baseline.bias.item(), saved
 
 
-@pytest.mark.parametrize("is_replacement", [False, True])
-def test_a_replacement_begins_with_the_weights_of_an_in_peer(is_replacement):
-    _, bias = learn_once(1, is_replacement)
-    # Those of agent 0 for a replacement of agent 1, else its own.
-    assert bias == pytest.approx(1 if is_replacement else 2, abs=1e-3)
-
-
-def test_an_agent_sends_its_weights_before_it_mixes_them():
-    _, sent, own = learn_once(1, has_news=True)
-    assert (sent, own) == pytest.approx((2, 1.5), abs=1e-3)
+@pytest.mark.parametrize(
+    ("kwargs", "sent", "saved"),
+    [({}, 2, 2), ({"is_replacement": True}, 1, 1), ({"has_news": True}, 2, 1.5)],
+)
+def test_an_agent_begins_with_its_weights_or_a_peers_and_sends(kwargs, sent, saved):
+    """A replacement begins with those of an in-peer. They are sent before news are mixed in."""
+    assert learn_once(1, **kwargs)[1:] == pytest.approx((sent, saved), abs=1e-3)
 
 
 def test_each_agent_plays_games_of_its_own_and_new_ones(monkeypatch):
@@ -554,25 +549,29 @@ def disturbed(tmp_path_factory):
     folder = savedir / "run"
 
     def go_on(act, *options):
+        is_over = threading.Event()
+
         def wait_and_act():
             try:
                 wait_for_steps(folder, 1000)
                 act(started[-1])
             except BaseException:
-                os.kill(os.getpid(), signal.SIGTERM)
+                if not is_over.is_set():
+                    os.kill(os.getpid(), signal.SIGTERM)
                 raise
 
-        thread, main = Thread(wait_and_act), sys.modules["__main__"]
+        thread = Thread(wait_and_act)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("beast.runs.run.LOG_INTERVAL", 0.5)
             patch.setattr("beast.gossip.agents.HOLD_TIMEOUT", 5)
             patch.setattr(
                 gala, "Agents", lambda *args: started.append(Agents(*args)) or started[-1]
             )
-            patch.setattr(main, "__file__", str(SCRIPT), raising=False)  # for evaluations
+            patch.setattr(sys.modules["__main__"], "__file__", str(SCRIPT))  # which evaluations run
             try:
                 return gala.main(split_words([arguments_of(savedir), *options]))
             finally:
+                is_over.set()
                 thread.result()
 
     return types.SimpleNamespace(savedir=savedir, folder=folder, go_on=go_on)
@@ -650,8 +649,10 @@ def test_allreduce_waits_for_agents_and_is_resumed_and_played(disturbed, gossipe
     for one, other in zip(before, after, strict=True):
         assert len(other) == 100 or other[: len(one)] == one
 
+    before = (folder / "out.log").read_text()
     assert go_on(interrupt, exchange, "--eval_interval 0") == 128 + signal.SIGINT
-    assert "have not finished their last update" in (folder / "out.log").read_text()
+    printed = (folder / "out.log").read_text().removeprefix(before)
+    assert "have not finished their last update" in printed
     saved = load(folder / "model.tar")
     assert saved["step"] == last_step(folder)
     train(disturbed.savedir, exchange, "--total_steps", saved["step"] + 500)
