@@ -9,8 +9,7 @@ import re
 import sys
 
 import pytest
-import torch
-from small_run import create_parser, parse, save
+from small_run import change, create_parser, parse, save
 
 import dqn
 import gala
@@ -149,14 +148,11 @@ def test_a_flag_that_no_checkpoint_can_hold_is_refused_at_once(tmp_path):
 @pytest.mark.parametrize(
     "name, value",
     [("num_episodes", "9"), ("stall_timeout_s", [0.1]), ("use_lstm", 3), ("env_backend", "x")]
-    + [("chosen", None), ("env", 3), (None, None)],
+    + [("chosen", None), ("env", 3), (None, [])],
 )
 def test_saved_flags_of_wrong_types_are_refused(tmp_path, name, value):
     save(parse(tmp_path))
-    path = tmp_path / "run" / "model.tar"
-    saved = torch.load(path, weights_only=True)
-    saved["flags"] = saved["flags"] | {name: value} if name else []
-    torch.save(saved, path)
+    change(tmp_path / "run" / "model.tar", "flags", *([name] if name else []), to=value)
     with pytest.raises(FlagError, match=r"use the checkpoint \S*model.tar: it is damaged"):
         parse(tmp_path)
 
@@ -241,12 +237,10 @@ def test_choices_for_the_machine_are_made_anew_unless_given(tmp_path, program, g
 
 def test_flags_of_one_call_alone_do_not_come_from_the_checkpoint(tmp_path):
     save(parse(tmp_path))
-    path = tmp_path / "run" / "model.tar"
-    saved = torch.load(path, weights_only=True)
-    saved["flags"] |= {"savedir": "/gone", "mode": "test", "of_an_older_version": 3}
     names = ("disable_cuda", "disable_checkpoint", "end_with_stdin", "wandb")
-    saved["flags"] |= dict.fromkeys(names, True)
-    torch.save(saved, path)
+    others = {"savedir": "/gone", "mode": "test", "of_an_older_version": 3}
+    for name, value in (dict.fromkeys(names, True) | others).items():
+        change(tmp_path / "run" / "model.tar", "flags", name, to=value)
     flags = parse(tmp_path)
     assert not any(getattr(flags, name) for name in names)
     assert flags.savedir == str(tmp_path) and flags.mode == "train"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from deadline import Thread
-from small_run import create_learner, create_parser, parse, save, update
+from small_run import change, create_learner, create_parser, parse, save, update
 
 from beast.actors.weights import LocalWeights
 from beast.errors import FlagError
@@ -38,15 +38,6 @@ def newest(tmp_path):
 
 def saved_step(flags, name="model.tar"):
     return checkpoint.load(flags, name)["step"]
-
-
-def change(path, *keys, to):
-    """Save a checkpoint anew, with another value at these keys."""
-    content = part = torch.load(path, weights_only=True)
-    for key in keys[:-1]:
-        part = part[key]
-    part[keys[-1]] = to
-    torch.save(content, path)
 
 
 def test_a_checkpoint_restores_everything(tmp_path, flags, newest):
