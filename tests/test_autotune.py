@@ -21,7 +21,6 @@ from beast.processes import machine
 pytestmark = pytest.mark.whole
 
 CATCH, CATCH_POLY = HELPERS / "catch.py", HELPERS / "catch_poly.py"
-SMALL = "--env Catch --batch_size 4 --num_actors 1"
 
 
 @pytest.fixture
@@ -215,27 +214,27 @@ def test_a_program_that_fails_or_never_steps_is_an_error(tmp_path, monkeypatch):
         autotune.run_trial(script, [], {})
 
 
-def test_a_program_is_tuned_whatever_its_file_is_called(tmp_path, temporary, monkeypatch, capsys):
-    monkeypatch.setattr(autotune, "TRIALS_PER_FLAG", 1)
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    best = tune(capsys, CATCH, *SMALL.split(), "--savedir", tmp_path)
-    assert best in [{"--envs_per_actor": 8}, {"--envs_per_actor": 16}]
-    assert list(temporary.iterdir()) == list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
-    ("script", "more", "number"),
-    [(CATCH, "", signal.SIGINT), (CATCH_POLY, "--num_servers 1", signal.SIGKILL)],
+    ("script", "more", "printed", "number"),
+    [
+        (CATCH, "", r"\d steps/s  --envs_per_actor 8\n", signal.SIGINT),  # in the second trial
+        (CATCH_POLY, "--num_servers 1", "Trying", signal.SIGKILL),
+    ],
 )
-def test_a_trial_ends_with_autotune(temporary, script, more, number):
+def test_a_trial_is_measured_and_ends_with_autotune(
+    tmp_path, temporary, script, more, printed, number
+):
     before = shared_memory()
-    words = ("beast.autotune", script, SMALL, more)
-    with Program("-m", *words, cwd=ROOT, TMPDIR=str(temporary)) as program:
+    words = "--env Catch --batch_size 4 --num_actors 1", more, "--savedir", tmp_path
+    environ = {"TMPDIR": str(temporary)}
+    with Program("-m", "beast.autotune", script, *words, cwd=ROOT, **environ) as program:
+        program.wait_until(lambda: re.search(printed, program.output))
         program.wait_until(lambda: list(temporary.glob("tune-*/trial/logs.csv")))
         program.wait_until(lambda: len(program.members()) >= 3)  # with actors or servers
         program.process.send_signal(number)
         status, output = program.end()
         program.wait_for_members()
     assert status == (-number if number == signal.SIGKILL else 128 + number), output
+    assert list(tmp_path.iterdir()) == []
     wait_until(lambda: shared_memory() <= before)  # other programs take some for a moment
     assert number == signal.SIGKILL or list(temporary.iterdir()) == []
