@@ -21,7 +21,7 @@ from beast.errors import EnvError, FlagError
 from beast.flags import LEFT_OUT, parse_flags, run_program
 from beast.parser import positive
 from beast.processes import fork_server
-from beast.servers import servers
+from beast.servers import credentials, servers
 from beast.servers.addresses import consecutive_addresses, expand_addresses
 
 COUNTS = ["total_steps", "num_actors", "batch_size", "unroll_length", "num_learner_threads"]
@@ -236,16 +236,18 @@ def test_choices_for_the_machine_are_made_anew_unless_given(tmp_path, program, g
 
 
 def test_flags_of_one_call_alone_do_not_come_from_the_checkpoint(tmp_path):
-    save(parse(tmp_path))
-    names = ("disable_cuda", "disable_checkpoint", "end_with_stdin", "wandb")
+    parser = create_parser()
+    credentials.add_flags(parser)  # which secrets are sent is not for a checkpoint to say
+    save(parse(tmp_path, "--xpid run --frame_skip 2", parser))
+    names = ("disable_cuda", "disable_checkpoint", "end_with_stdin", "wandb", *credentials.FLAGS)
     others = {"savedir": "/gone", "mode": "test", "of_an_older_version": 3}
     for name, value in (dict.fromkeys(names, True) | others).items():
         change(tmp_path / "run" / "model.tar", "flags", name, to=value)
-    flags = parse(tmp_path)
-    assert not any(getattr(flags, name) for name in names)
+    flags = parse(tmp_path, "--xpid run", parser)
+    assert not any(getattr(flags, name) for name in names) and flags.frame_skip == 2
     assert flags.savedir == str(tmp_path) and flags.mode == "train"
     assert "of_an_older_version" not in flags
-    assert parse(tmp_path, "--xpid run --mode test").mode == "test"
+    assert parse(tmp_path, "--xpid run --mode test", parser).mode == "test"
 
 
 def test_best_brings_its_own_flags_and_is_for_tests_alone(tmp_path):

@@ -40,10 +40,6 @@ def import_blocked(module, *blocked):
     return result.stdout.split()
 
 
-def module_name(path):
-    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
-
-
 def test_each_module_of_environment_servers_needs_no_torch():
     blocked = ("torch", "tensorboard", "tqdm", "nest")
     modules = import_blocked("polybeast_env", *blocked)
@@ -62,7 +58,7 @@ def test_libtorchbeast_works_where_it_is_installed_alone(path):
     blocked = ["torch", "gymnasium", "ale_py", "cv2", "beast"]
     if path.name in ("rows.py", "plain_environments.py"):  # NumPy alone
         blocked += ["grpc", "google"]
-    import_blocked(module_name(path), *blocked)
+    import_blocked(".".join(path.with_suffix("").parts).removesuffix(".__init__"), *blocked)
     roots = {module.split(".")[0] for module, _ in imports(ROOT / path)}
     assert not roots & {"torch", "beast"}  # nor later
 

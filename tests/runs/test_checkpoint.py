@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from deadline import Thread
-from small_run import change, create_learner, create_parser, parse, save, update
+from small_run import change, create_learner, parse, save, update
 
 from beast.actors.weights import LocalWeights
 from beast.errors import FlagError
@@ -20,7 +20,6 @@ from beast.learners.learner import Learner
 from beast.runs import checkpoint, checkpoint_writer
 from beast.runs.checkpoint_writer import Writer
 from beast.runs.randomness import random_states
-from beast.servers import credentials
 
 
 @pytest.fixture
@@ -332,17 +331,6 @@ def test_the_best_checkpoint_is_written_before_the_newest(flags, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "replace_file", replace_file)
     Writer(flags, learner).save(learner)
     assert written == ["best.tar", "model.tar"]
-
-
-def test_a_checkpoint_does_not_choose_which_secret_is_sent(tmp_path):
-    arguments = " ".join(f"--{name} /secret" for name in credentials.FLAGS)
-    parsers = [create_parser(), create_parser()]
-    for parser in parsers:
-        credentials.add_flags(parser)
-    save(parse(tmp_path, f"--xpid run {arguments} --frame_skip 2", parsers[0]))
-    resumed = parse(tmp_path, parser=parsers[1])
-    assert resumed.frame_skip == 2
-    assert [getattr(resumed, name) for name in credentials.FLAGS] == [None] * 4
 
 
 def test_no_checkpoint_is_written_while_updates_are_not_finite(flags, caplog):

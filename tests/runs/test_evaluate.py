@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
 import sys
 import threading
 import types
@@ -21,7 +22,7 @@ import pytest
 import torch
 from catch_env import Catch, Counter
 from deadline import Thread
-from program import HELPERS, Program, column, last_step, read_rows, split_words, wait_until
+from program import HELPERS, Program, split_words, wait_until
 
 import atari_wrappers
 import gala
@@ -32,7 +33,7 @@ from beast.envs import atari_games
 from beast.envs.environments import Environments
 from beast.errors import EnvError
 from beast.gossip.population import Population
-from beast.runs import checkpoint, curves, evaluate
+from beast.runs import checkpoint, evaluate
 from beast.runs.background_evaluation import BackgroundEvaluation
 from beast.runs.run import FlagError
 
@@ -484,7 +485,7 @@ def test_one_plays_at_a_time_the_weights_of_its_step(tmp_path, monkeypatch, capl
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(19, own + 10)
         assert training.tick(200) == NOTHING
         assert "No evaluation at step 200: that of step 123 has been playing for" in caplog.text
-        assert training.process is process and process.poll() is None
+        assert training.process is process and process.poll() is None and process.stdin.writable()
         if killed:
             process.kill()
             assert training.wait(250) == NOTHING
@@ -496,32 +497,11 @@ def test_one_plays_at_a_time_the_weights_of_its_step(tmp_path, monkeypatch, capl
 
 
 @pytest.mark.whole
-def test_a_training_is_evaluated_and_ends_its_evaluation(tmp_path):
-    folder = tmp_path / "run"
-    small = "--env Catch --num_actors 1 --envs_per_actor 4 --batch_size 4"
-    long = "--total_steps 1_000_000_000 --eval_interval 500 --num_episodes 50"
-    with Program(HELPERS / "catch.py", small, long, "--xpid run --savedir", tmp_path) as program:
-        playing = lambda: program.members("--end_with_stdin")  # noqa: E731
-        program.wait_until(playing)
-        os.kill(program.pid, signal.SIGSTOP)  # so that the evaluation has a core
-        program.wait_until(lambda: not playing())
-        os.kill(program.pid, signal.SIGCONT)
-        program.wait_until(lambda: column(read_rows(folder), "eval_step"))
-        program.wait_until(playing)  # nobody waits for the next one, which plays at once
-        step = last_step(folder)
-        program.wait_until(lambda: last_step(folder) > step)
-        program.wait_until(playing)
-        os.killpg(program.pid, signal.SIGKILL)
-        _, output = program.end()
+def test_an_evaluation_ends_with_the_training_that_started_it(tmp_path):
+    words = make_run("monobeast", tmp_path, "--env", "Catch")
+    more = "--mode test --end_with_stdin --num_episodes 100_000_000"
+    with Program(HELPERS / "catch.py", *words, more, stdin=subprocess.PIPE) as program:
+        program.wait_until(lambda: "game 1:" in program.output)
+        program.process.stdin.close()  # as by the end of the training, even by SIGKILL
+        program.end()
         program.wait_for_members()
-    assert re.search(r"Evaluation at step [\d,]+, \d+ s: 50 games: mean return", output)
-    rows = read_rows(folder)
-    assert list(rows[0]).count("eval_return_mean") == 1
-    for row in rows:
-        assert bool(row["eval_step"]) == bool(row["eval_return_mean"])
-        if row["eval_step"]:
-            assert 500 <= int(row["eval_step"]) <= int(row["step"])
-            assert -1 <= float(row["eval_return_mean"]) <= 1 and float(row["eval_return_ci95"]) >= 0
-    run = curves.read_run(str(folder), [])  # what a run writes can be drawn
-    assert {"eval_return_mean", "mean_game_return", "hours"} <= run.columns.keys()
-    assert run.settings["env"] == "Catch"

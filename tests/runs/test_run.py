@@ -22,6 +22,7 @@ from small_run import UPDATE, B, create_batch, create_learner, parse, record, sa
 from beast.errors import EnvError, FlagError
 from beast.learners.learner_group import Alone
 from beast.processes.lifetime import STOP_SIGNALS
+from beast.runs import curves
 from beast.runs.run import MAX_SKIPPED, Run
 
 CPU_ONLY = "--xpid run --disable_cuda"
@@ -101,6 +102,9 @@ def test_metrics_are_means_over_a_tick_also_those_of_ones_own(tmp_path, caplog):
     assert row["full_buffers"] == "3" and float(row["actor_wait"]) == 0
     assert last["my_metric"] == last["policy_lag_max"] == ""  # no update since
     assert read_events(tmp_path / "run", "my_metric") == [(200, 1.5)]
+    drawn = curves.read_run(str(tmp_path / "run"), [])
+    assert {"mean_game_return", "hours"} <= drawn.columns.keys()
+    assert drawn.settings["env"] == "PongNoFrameskip-v4"
     line = next(message for message in caplog.messages if "200 steps" in message)
     number = r"-?[\d,.e+-]+"
     pattern = rf"20\.0% \| 200 steps \| {number} steps/s \({number} frames/s\) "
