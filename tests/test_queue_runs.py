@@ -202,7 +202,7 @@ def test_gpus_are_those_of_the_environment_else_of_nvidia_smi(monkeypatch, tmp_p
 
 @pytest.fixture
 def four_cores(monkeypatch):
-    """The ids of the machine's cores."""
+    """Confine this process to four cores: 3, 4, 6 and 7."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 4, 6, 7})
     monkeypatch.setattr(machine, "_read_groups", lambda *names: [])
 

@@ -38,7 +38,6 @@ from beast.runs.background_evaluation import BackgroundEvaluation
 from beast.runs.run import FlagError
 
 PROGRAMS = {"monobeast": monobeast, "polybeast": polybeast, "ppo": ppo, "gala": gala}
-both = pytest.mark.parametrize("name", ["monobeast", "polybeast"])
 
 
 class Still:
@@ -200,34 +199,30 @@ def run_test(name, arguments, *more):
     return PROGRAMS[name].main([*arguments, "--mode", "test", *split_words(more)])
 
 
-@both
-def test_a_fork_plays_games_at_once_the_same_with_a_seed(name, tmp_path, capsys):
-    words = make_run(name, tmp_path, "--env", "Catch", "--seed", "3")
-    more = ("--num_episodes 20 --num_test_envs 3 --result_file", tmp_path / "result.json")
-    outputs = set()
-    for _ in range(2):
-        assert run_test(name, words, *more) == 0
-        outputs.add(capsys.readouterr().out)
-    (output,) = outputs
-    games = re.compile(r"^game \d+: .*", re.M)
-    run_test(name, [*words, "--seed", "4"], "--num_episodes 20 --num_test_envs 3")
-    assert games.findall(capsys.readouterr().out) != games.findall(output)
+@pytest.mark.parametrize("name", ["monobeast", "polybeast"])
+def test_games_are_the_same_with_a_seed_and_results_are_written(name, tmp_path, capsys):
+    words, file = make_run(name, tmp_path, "--env", "Catch"), tmp_path / "result.json"
+
+    def play_and_read(seed, path=file):
+        more = f"--seed {seed} --num_episodes 20 --num_test_envs 3 --result_file"
+        assert run_test(name, words, more, path) == 0
+        return json.loads(path.read_text())
+
+    result, output = play_and_read(3), capsys.readouterr().out
     assert f"{tmp_path}/run at step 1,234, Catch\n" in output
     assert "Protocol: whole games, raw rewards, sampling, 3 actions, 3 at once\n" in output
     returns = [float(r) for r in re.findall(r"^game \d+: return (\S+) in 9 steps", output, re.M)]
     assert len(returns) == 20 and set(returns) <= {-1.0, 1.0}
-    result = json.loads((tmp_path / "result.json").read_text())
     assert result["returns"] == returns and result["step"] == 1234
     assert output.endswith(evaluate.describe_result(result) + "\n") and "human" not in output
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "linked.json")
+    assert play_and_read(3, link) == result != play_and_read(4) and link.is_symlink()
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)  # which is written to, not replaced
     reading = Thread(pipe.read_text)
     run_test(name, words, "--num_episodes 2 --result_file", pipe)
     assert json.loads(reading.result())["step"] == 1234
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "linked.json")
-    run_test(name, words, "--num_episodes 2 --result_file", link)
-    assert link.is_symlink() and json.loads(link.read_text())["step"] == 1234
 
 
 class Painter(Catch):
