@@ -697,7 +697,7 @@ def in_step():
 
 @pytest.mark.whole
 def test_runs_in_step_are_the_same(tmp_path, in_step):
-    for delay, total in ((1, 2000), (0, 4000)):  # the second one resumes the first
+    for delay, total in ((1, 1000), (0, 3000)):  # the second one resumes the first
         found = []
         for name in ("one", "other"):
             folder = tmp_path / name / "run"
