@@ -293,11 +293,9 @@ def test_each_game_of_a_test_becomes_a_video_and_no_other(name, tmp_path, monkey
 
 def test_a_game_that_ends_within_reset_has_a_video_of_its_own(tmp_path, clips):
     class Idle(Painter):
-        num_games = 0
-
-        def reset(self, **kwargs):
-            self.num_games = 1 + self.life // 2
-            return super().reset(**kwargs)
+        @property
+        def num_games(self):
+            return (1 + self.life) // 2
 
         def step(self, action):
             *result, info = super().step(action)

@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import sys
+import types
 from collections import deque
 
 import numpy as np
@@ -26,25 +27,6 @@ from beast.runs import curves
 from beast.runs.run import MAX_SKIPPED, Run
 
 CPU_ONLY = "--xpid run --disable_cuda"
-
-
-class System:
-    """What plays, as a Run sees it."""
-
-    def waits(self):
-        return {"actor_wait": 0.0}
-
-    def metrics(self):
-        return {"full_buffers": 3}
-
-    def texts(self, metrics):
-        return {"full": f"{metrics['full_buffers']}/4"}
-
-    def silences(self):
-        return []
-
-    def pids(self):
-        return []
 
 
 def start(tmp_path, arguments=CPU_ONLY, **kwargs):
@@ -86,8 +68,14 @@ def test_metrics_are_means_over_a_tick_also_those_of_ones_own(tmp_path, caplog):
     ends[0, 2] = True  # which was counted as the last row of the rollout before
     returns = torch.arange(9.0).view(3, B)
     batch = create_batch(2, done=ends, episode_return=returns, game_done=ends, game_return=returns)
+    system = types.SimpleNamespace(  # what plays
+        waits=lambda: {"actor_wait": 0.0},
+        metrics=lambda: {"full_buffers": 3},
+        texts=lambda metrics: {"full": f"{metrics['full_buffers']}/4"},
+        silences=list,
+    )
     with start(tmp_path) as run:
-        run._system = System()
+        run._system = system
         run.tick()
         record(run, UPDATE | {"my_metric": 1.0, "rare": 5.0}, batch)
         record(run, UPDATE | {"my_metric": 2.0})
