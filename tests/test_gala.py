@@ -557,7 +557,8 @@ def disturbed(tmp_path_factory):
             patch.setattr(
                 gala, "Agents", lambda *args: started.append(Agents(*args)) or started[-1]
             )
-            patch.setattr(sys.modules["__main__"], "__file__", str(SCRIPT))  # which evaluations run
+            # Which evaluations run; a worker of xdist has none.
+            patch.setattr(sys.modules["__main__"], "__file__", str(SCRIPT), raising=False)
             try:
                 return gala.main(split_words([arguments_of(savedir), *options]))
             finally:
