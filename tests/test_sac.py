@@ -164,6 +164,7 @@ def test_alpha_rises_where_the_entropy_is_too_low(target_entropy, rises):
     assert (model.log_alpha.item() > 0) == rises
 
 
+@pytest.mark.whole
 def test_the_value_of_a_linear_system_is_riccatis():
     """x' = x + a, reward -(x^2 + a^2), discount 0.9: the best value is -p x^2 (DDPG's actor)."""
     p = 1.0

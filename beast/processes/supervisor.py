@@ -129,7 +129,8 @@ class Supervisor:
             return
         children = self.children if children is None else children
         self.lookout.look()
-        self._start_those_due()
+        if self._start_those_due():
+            timeout = 0  # the caller may wait for that alone
         running = [child for child in children if child.is_running]
         handles = [child.pipe for child in running]
         handles += [child.process.sentinel for child in running]
@@ -265,13 +266,16 @@ class Supervisor:
         child.is_dead = True
 
     def _start_those_due(self):
-        for child in self.children:
-            if child.due is not None and child.due <= time.monotonic():
-                try:
-                    self._start(child)
-                except EnvError as error:
-                    child.cause = str(error)
-                    self._count_death(child, "did not start, and is tried again", RETRY_PAUSE)
+        """Start children; return whether any was to be started."""
+        now = time.monotonic()
+        due = [child for child in self.children if child.due is not None and child.due <= now]
+        for child in due:
+            try:
+                self._start(child)
+            except EnvError as error:
+                child.cause = str(error)
+                self._count_death(child, "did not start, and is tried again", RETRY_PAUSE)
+        return bool(due)
 
     def _start(self, child):
         """Start a process.
