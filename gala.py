@@ -229,7 +229,7 @@ def create_optimizer(flags, model):
     optimizer = torch.optim.RMSprop(
         model.parameters(), lr=flags.learning_rate, eps=flags.epsilon, alpha=flags.alpha
     )
-    create_state(optimizer)  # set now, since agents copy the flags
+    create_state(optimizer)  # now, since agents copy the optimizer's state
     return optimizer
 
 
@@ -245,7 +245,7 @@ def average_gradients(model):
     gradients /= dist.get_world_size()
     sizes = [p.numel() for p in model.parameters()]
     for parameter, part in zip(model.parameters(), gradients.split(sizes), strict=True):
-        if parameter.grad is not None:  # all agents skip the step, or none
+        if parameter.grad is not None:  # a gradient is None in all agents or in none
             parameter.grad.copy_(part.view_as(parameter))
 
 
@@ -423,7 +423,7 @@ def train(flags):
         if flags.exchange == "gossip":
             in_peers = [find_in_peers(flags.topology, agent, n) for agent in range(n)]
         elif flags.exchange == "allreduce":
-            make_equal(population, optimizer)  # restored ones may be on another device
+            make_equal(population, optimizer)  # agents of a checkpoint may differ
             store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             port = store.port
         memory = AgentMemory(population, optimizer, in_peers)

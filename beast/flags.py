@@ -80,7 +80,7 @@ def create_parser(program, description, without=()):
     # What programs find out about the machine that they run on: flags that they fill in, and
     # devices that compute in fp32 though --precision is bf16.
     parser.set_defaults(chosen=[], fp32_devices=[])
-    parser.set_defaults(rank=0, num_learners=1)  # set by torchrun's environment
+    parser.set_defaults(rank=0, num_learners=1)  # of a group of learners; parse_flags sets both
     return parser
 
 

@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
       program: file name of the program; checkpoints store it.
     """
 
-    all = []  # applies to this process alone
+    all = []  # all parsers of this process
 
     def __init__(self, program, description):
         super().__init__(

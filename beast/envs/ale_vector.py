@@ -118,7 +118,7 @@ class AtariEnvironments:
         for i, (ended, reward, terminated, truncated, game_over) in enumerate(columns):
             if not ended:
                 self._rows.step(i, reward, terminated, truncated, game_over)
-            elif game_over:  # a life is lost, the game goes on
+            elif game_over:  # the game ended between two lives
                 self._rows.end_again(i, terminated, truncated)
             else:
                 self._rows.begin(i)
@@ -177,7 +177,7 @@ def _make(flags, num_envs, num_threads):
         noop_max=flags.noop_max,
         episodic_life=False,
         life_loss_info=False,
-        reward_clipping=False,  # --no_fire_reset: the agent presses FIRE
+        reward_clipping=False,  # the learner clips rewards
         use_fire_reset=fire,
     )
     return envs, fire, spec.kwargs.get("max_num_frames_per_episode") or NO_LIMIT

@@ -168,7 +168,7 @@ class Environments:
         if allowed.all():
             return
         for i in range(self.num_envs):
-            # Otherwise the attribute is ignored.
+            # In a row after an end the action is ignored.
             if not allowed[i].all() and not self._rows.at_end[i]:
                 self._steps[i] += 1
                 raise self._error(

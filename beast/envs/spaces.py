@@ -157,7 +157,7 @@ def spaces_from_json(text):
         if type(frame_skip) is not int or not 1 <= frame_skip <= MAX_ACTIONS:
             raise ValueError("the frame skip is no positive number")
         row_ranges(observation_space, action_space)
-        json.dumps(spaces, ensure_ascii=False).encode()  # e.g. keys that cannot be compared
+        json.dumps(spaces, ensure_ascii=False).encode()  # fails for keys that are not valid Unicode
     except Exception as error:  # gymnasium and NumPy raise all kinds
         problem = str(error) or type(error).__name__
         raise EnvError(f"spaces that cannot be used ({problem:.300}): {text[:200]!r}") from None

@@ -260,7 +260,7 @@ class Agents:
                 return
             self._is_over, self._end_time = True, time.monotonic()
             self._ask_to_hold()
-        if not self._in_step:  # synchronous agents wait for a silent one all the same
+        if not self._in_step:  # else _is_late gives up all of them at once
             self._supervisor.patience = min(self._supervisor.patience, HOLD_TIMEOUT)
         self._supervisor.wake()
 

@@ -81,7 +81,7 @@ def to_bytes(content, *path):
         buffer.seek(0)
         try:
             torch.load(buffer, map_location="meta", weights_only=True)  # which skips the tensors
-        except NotImplementedError:  # of quantized ones
+        except NotImplementedError:  # quantized tensors cannot be loaded on meta
             buffer.seek(0)
             torch.load(buffer, map_location="cpu", weights_only=True)
         buffer.seek(0)

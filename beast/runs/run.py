@@ -214,7 +214,7 @@ class Run:
                 rows["episode_return"][rows["done"]].tolist(),
                 rows["game_return"][rows["game_done"]].tolist(),
             )
-            version = self._learner.weights.version - 1  # the version that learned this batch
+            version = self._learner.weights.version - 1  # the weights that this update started from
             self._lags += [version - v for v in batch.policy_versions]
         if self._group.exchange.num_batches == 0:  # the exchange dropped the only batch
             self._group.exchange.add_returns(*returns)

@@ -107,7 +107,7 @@ class RunFolder:
         if self._wandb is not None:
             try:
                 self._wandb.log(known, step)
-            except Exception as error:  # a full disk must not end a run
+            except Exception as error:  # an error of W&B must not end a run
                 logging.error("Weights & Biases: %s", error)
         if self._bar.disable:
             logging.info("%.1f%% | %s", min(100, 100 * step / self._flags.total_steps), line)
