@@ -7,6 +7,7 @@ from beast.errors import FlagError
 from beast.learners.devices import DeviceCopies
 from beast.learners.learner import Batch
 from beast.nest import map_nest
+from beast.parser import Parser
 from beast.processes.machine import check_shared_memory
 
 
@@ -75,10 +76,10 @@ def create_buffers(flags, row, agent_output, agent_state):
       FlagError: /dev/shm has no room for them.
     """
     M = flags.num_buffers
-    advice = (
-        f", or lower --num_buffers ({M}), --num_actors ({flags.num_actors}) or --envs_per_actor "
-        f"({flags.envs_per_actor})"
-    )
+    lower = [f"--{name} ({getattr(flags, name)})" for name in ("num_actors", "envs_per_actor")]
+    if "num_buffers" in Parser.flag_names(flags.program):  # not in dqn.py
+        lower.insert(0, f"--num_buffers ({M})")
+    advice = f", or lower {' or '.join(lower)}"
     num_bytes = M * count_bytes(flags, row, agent_output, agent_state)
     check_shared_memory(num_bytes, "the rollout buffers", advice)
     return map_nest(
