@@ -140,6 +140,8 @@ def train(flags):
         for server in servers:
             server.terminate()
             server.join()
+    for thread in threads:  # all, before the first error: what runs when Python ends aborts
+        thread.join()
     for thread in threads:
         thread.result()
     print(f"mean return {stats['mean_return']:.3f} after {stats['step']} steps")

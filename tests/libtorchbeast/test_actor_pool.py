@@ -559,8 +559,10 @@ STOPPED = """
 import sys
 from rig import Rig, act_zero
 
-Rig(sys.argv[1:], act_zero, (), step_timeout_s=3).take()
-print("a rollout")
+rig = Rig(sys.argv[1:], act_zero, (), step_timeout_s=3)
+rig.take()
+print("a rollout", flush=True)
+rig.close()  # else threads of the core may run when the interpreter ends, which aborts
 """
 
 
