@@ -72,7 +72,7 @@ def default_of(name):
 # fmt: off
 parser = create_parser(
     "sac.py", "SAC, TD3 and DDPG on one machine.",
-    without=["env_backend", "precision", "greedy", "elastic"],
+    without=["env_backend", "precision", "greedy", "elastic"], env="Pendulum-v1",
 )
 
 training = parser.add_argument_group("training")

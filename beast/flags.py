@@ -29,12 +29,13 @@ LEFT_OUT = {"env_backend": "gym", "precision": "fp32", "write_profiler_trace": F
 LEFT_OUT |= {"greedy": True}
 
 
-def create_parser(program, description, without=()):
+def create_parser(program, description, without=(), env="PongNoFrameskip-v4"):
     """Return a parser with the flags that programs share: run, evaluation, several learners.
 
     Args:
       program: file name of the program; checkpoints store it.
       without: names of flags, among LEFT_OUT and `elastic`, that it does not have.
+      env: default of --env.
     """
     parser = Parser(program, description)
 
@@ -46,8 +47,8 @@ def create_parser(program, description, without=()):
     run = parser.add_argument_group("run")
     add(run, "mode", default="train", choices=["train", "test", "test_render"],
         help="Train; test: play whole games with a checkpoint; test_render: show them.")
-    add(run, "env", metavar="ID", help="Environment that create_env makes. Default: "
-        "PongNoFrameskip-v4.")
+    parser.default_env = env
+    add(run, "env", metavar="ID", help=f"Environment that create_env makes. Default: {env}.")
     add(run, "env_backend", default="gym", choices=["gym", "ale_vector"],
         help="What steps Atari games in training: one environment after the other, or ale-py's "
         "AtariVectorEnv (docs/environment.md).")
@@ -156,7 +157,7 @@ def _fill_in(parser, argv, flags):
     elif flags.mode != "train":
         _refuse_missing_run(flags)
     if flags.env is None and not getattr(flags, "server_addresses", None):
-        flags.env = "PongNoFrameskip-v4"
+        flags.env = parser.default_env
     if flags.env is None and flags.mode != "train":
         raise FlagError("the servers of this run named no game: give --env what is to be played")
     if flags.seed is None and flags.mode == "train":

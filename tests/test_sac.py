@@ -205,7 +205,7 @@ def test_spaces_it_does_not_take_are_refused(observations, actions, message):
         sac.resolve(sac.parser.parse_args([]), observations, actions)
 
 
-SMALL = "--env Pendulum-v1 --learning_starts 100 --batch_size 32 --replay_ratio 32"
+SMALL = "--learning_starts 100 --batch_size 32 --replay_ratio 32"
 
 
 def train(folder, name, *arguments):
