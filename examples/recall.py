@@ -35,3 +35,7 @@ class Recall(gym.Env):
     def _observe(self):
         seen = {0: self.shown - 1, DELAY: 2}.get(self.steps)
         return np.array([seen == i for i in range(3)], np.float32)
+
+
+# python dqn.py --env recall:Recall-v0 --use_lstm, with PYTHONPATH=examples
+gym.register("Recall-v0", Recall)
