@@ -377,7 +377,7 @@ def test_values_of_a_chain_are_those_of_dynamic_programming(arguments):
         replay.append(0, part, (), first=i == 0)
     feed = ReplayFeed(replay, 1.0, 0, 32, 0)
     optimizer, _ = dqn.create_optimizer(flags, model)
-    dqn.learn(flags, model, target, feed, optimizer, 800, beta=1.0)
+    dqn.learn(flags, model, target, feed, optimizer, 400, beta=1.0)
     inputs = {"frame": torch.arange(4)[None], "done": torch.zeros(1, 4, dtype=torch.bool)}
     values = model(inputs, ())[0]["policy_logits"][0].detach()
     expected = torch.zeros(4, 2)
@@ -406,10 +406,10 @@ def test_deterministic_runs_are_the_same_and_resume(tmp_path):
     assert last_step(tmp_path / "one") >= 1500 and float(rows[-1]["policy_lag_max"]) <= 1
     assert column(rows, "replay_ratio")[-1] == pytest.approx(2, rel=0.1)
     status, output = run(
-        SCRIPT, "dqn", "--xpid one --total_steps 2500 --savedir", tmp_path
+        SCRIPT, "dqn", "--xpid one --total_steps 2000 --savedir", tmp_path
     )  # with all other flags of before
     assert status == 0 and "The replay is filled anew" in output
-    assert last_step(tmp_path / "one") >= 2500
+    assert last_step(tmp_path / "one") >= 2000
     status, output = run(
         SCRIPT, "dqn", "--mode test --num_episodes 2 --xpid one --savedir", tmp_path
     )
