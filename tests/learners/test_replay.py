@@ -509,6 +509,7 @@ def test_nests_and_continuous_actions_come_back():
     )
 
 
+@pytest.mark.whole
 def test_a_row_that_is_being_overwritten_is_never_returned(monkeypatch):
     """Rows of 16 KiB that carry their number are written as fast as possible, while drawn."""
     num_envs, length, size = 2, 4, 2048
