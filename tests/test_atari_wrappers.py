@@ -127,6 +127,7 @@ def test_resizing_bands_equals_resizing_the_frame(size, height):
             )
 
 
+@pytest.mark.whole
 def test_idle_frames_after_a_reset_are_1_to_noop_max():
     env = make_atari(PONG, noop_max=3)
     env.reset(seed=1)

@@ -470,6 +470,7 @@ def wait_for_the_end(flags, link):
     link._pipe.recv()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("in_step", [False, True])
 def test_agents_without_an_update_do_not_delay_the_end(in_step, caplog):
     context = multiprocessing.get_context("forkserver")

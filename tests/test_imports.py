@@ -40,6 +40,7 @@ def import_blocked(module, *blocked):
     return result.stdout.split()
 
 
+@pytest.mark.whole
 def test_each_module_of_environment_servers_needs_no_torch():
     blocked = ("torch", "tensorboard", "tqdm", "nest")
     modules = import_blocked("polybeast_env", *blocked)

@@ -150,6 +150,7 @@ def test_published_logs_can_be_drawn(tmp_path, path):
     assert 15_000_000 > curve["mean_game_return"]["frames"]["end"] / 2 > 4_000_000
 
 
+@pytest.mark.whole
 def test_a_picture_is_drawn_beside_the_log_or_where_asked(tmp_path, monkeypatch):
     run_folder = write_run(tmp_path / "run")
     monkeypatch.chdir(tmp_path)

@@ -649,6 +649,7 @@ def test_it_learns(tmp_path):
     assert float(read_rows(tmp_path / "run")[-1]["mean_game_return"]) > 100
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("program", [ppo, gala])
 @pytest.mark.parametrize(
     "env", ["PongNoFrameskip-v4", "MinAtar/Breakout-v1", "HalfCheetah-v5", "CartPole-v1"]

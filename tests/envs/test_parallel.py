@@ -113,6 +113,7 @@ def reference(create_env, num_steps):
     return environments, play(environments, num_steps)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("num_processes", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("create_env", [Mixed, functools.partial(Counter, truncates=True)])
 def test_rows_are_those_of_one_process(environments, create_env, num_processes):

@@ -44,6 +44,7 @@ def test_bf16_gives_loss_and_gradients_close_to_fp32(model, use_lstm):
     assert 0.97 < gradients[1].norm() / gradients[0].norm() < 1.03
 
 
+@pytest.mark.whole
 def test_weights_stay_float32_in_bf16():
     flags = monobeast.parser.parse_args(["--precision", "bf16"])
     net = monobeast.AtariNet(SPACE, A)

@@ -350,6 +350,7 @@ def test_a_server_that_is_missing_or_silent_is_named(start, tmp_path):
         assert time.monotonic() - begin > 0.2
 
 
+@pytest.mark.whole
 def test_a_slow_agent_or_learner_is_not_held_against_the_server(start):
     may_answer = threading.Event()
 

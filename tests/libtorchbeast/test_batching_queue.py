@@ -346,6 +346,7 @@ def test_a_waiting_thread_blocks_no_other_and_any_end_wakes_it():
     run_with_deadline(CHILD)  # it may hang
 
 
+@pytest.mark.whole
 def test_several_threads_may_be_the_first_to_use_a_queue():
     """Nobody has imported torch before: whoever does must not keep the others from the GIL."""
     run_with_deadline("""

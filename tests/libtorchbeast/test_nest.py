@@ -142,6 +142,7 @@ def test_the_function_may_wait_for_other_threads():
     assert [thread.result() for thread in threads] == [(-1, (-2, -3))] * 2
 
 
+@pytest.mark.whole
 def test_a_nest_too_deep_or_within_itself_is_an_error():
     run_with_deadline("""
         import nest

@@ -249,6 +249,7 @@ class Repainted(gym.ObservationWrapper):
         return stack
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("create_env", "stack_size"), [(stacked_pong, 4), (stacked_catch, 3), (Repainted, 3)]
 )

@@ -272,6 +272,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path):
         checkpoint.resume(flags, learner)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("is_old", [False, True])  # whose names are as torch.compile has them
 def test_a_compiled_net_has_the_checkpoints_of_a_plain_one(flags, is_old):
     def make(is_compiled):

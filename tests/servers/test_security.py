@@ -89,6 +89,7 @@ HANDSHAKES = [
 ]
 
 
+@pytest.mark.whole
 def test_a_failed_handshake_is_reported_as_grpc_does(folders):
     def check(theirs, ours, message):
         access = credentials.load(as_flags(folders, *ours))
