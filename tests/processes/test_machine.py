@@ -49,11 +49,8 @@ V1 = {"cpu/a/b/cpu.cfs_quota_us": "250000", "cpu/a/b/cpu.cfs_period_us": "100000
         ("0::/", {}, 16),
         ("0::/a/b", {"a/b/cpu.max": "max 100000"}, 16),
         ("0::/a/b", {"a/b/cpu.max": "300000 100000"}, 3),
-        (
-            "0::/a/b",
-            {"a/b/cpu.max": "max 100000", "a/cpu.max": "400000 100000"},
-            4,
-        ),  # the outer one
+        # The outer one counts.
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "400000 100000"}, 4),
         ("0::/elsewhere", {"cpu.max": "150000 100000"}, 1),  # a container sees its own as the top
         ("0::/", {"cpu.max": "50000 100000"}, 1),
         ("0::/", {"cpu.max": "9900000 100000"}, 16),
@@ -304,9 +301,10 @@ def test_all_threads_of_a_learner_share_one_arena(tmp_path):
     (tmp_path / "arenas").mkdir()
     script = tmp_path / "counting.py"
     script.write_text(COUNTING.format(root=str(ROOT), folder=str(tmp_path / "arenas")))
-    arguments = "--env PongNoFrameskip-v4 --num_servers 1 --num_actors 2 --envs_per_stream 4 "
-    arguments += (
-        "--batch_size 4 --unroll_length 20 --total_steps 400 --disable_checkpoint --savedir"
+    arguments = (
+        "--env PongNoFrameskip-v4 --model shallow --num_servers 1 --num_actors 2 "
+        "--envs_per_stream 4 --batch_size 4 --unroll_length 10 --total_steps 120 "
+        "--disable_checkpoint --savedir"
     )
     assert run(script, arguments, tmp_path)[0] == 0
     [file] = (tmp_path / "arenas").iterdir()
