@@ -197,15 +197,16 @@ def test_an_episode_is_that_of_the_wrappers_to_the_last_bit(arguments):
     assert not any(row["terminated"][0] for row in rows)
 
 
-@pytest.mark.parametrize("action", [-1, 4, 2**40])
-def test_an_action_out_of_range_names_the_environment(action):
+def test_an_action_out_of_range_names_the_environment():
     with environments("BreakoutNoFrameskip-v4", 2, name="actor 3") as envs:
         envs.initial()
         envs.step(np.array([0, 3]))
-        with pytest.raises(EnvError) as error:
-            envs.step(np.array([0, action]))
-        message = f"actor 3: environment 1 (BreakoutNoFrameskip-v4, seed {envs.seeds[1]}), step 2: "
-        assert str(error.value) == message + f"the action is {action}; it must be from 0 to 3"
+        where = f"actor 3: environment 1 (BreakoutNoFrameskip-v4, seed {envs.seeds[1]}), step "
+        for step, action in enumerate((-1, 4, 2**40), 2):
+            with pytest.raises(EnvError) as error:
+                envs.step(np.array([0, action]))
+            message = f"{step}: the action is {action}; it must be from 0 to 3"
+            assert str(error.value) == where + message
 
 
 def test_seeds_reach_every_environment_and_differ():
