@@ -133,7 +133,7 @@ def test_two_groups_in_turn_are_one_group_of_the_same_seeds(environments, num_pr
     groups = [environments(Mixed, num_processes, seeds[i : i + 2]) for i in (0, 2)]
     random = np.random.default_rng(0)
     expected, parts = copy(whole.initial()), [copy(group.initial()) for group in groups]
-    for _ in range(1000):
+    for _ in range(200):
         assert_equal([expected], [map_nest(lambda a, b: np.concatenate([a, b]), *parts)])
         actions = random.integers(3, size=4)
         for i, group in enumerate(groups):
