@@ -104,8 +104,8 @@ training.add_argument("--deterministic", action="store_true",
                       "and slower.")
 training.add_argument("--use_lstm", action="store_true", help="R2D1: an LSTM before the last "
                       "layers, and sequences in the replay.")
-training.add_argument("--burn_in", default=40, type=non_negative(int), help="Rows of a sequence "
-                      "that only bring the LSTM's state up to date.")
+training.add_argument("--burn_in", default=40, type=non_negative(int), help="Rows before a "
+                      "sequence that only update the LSTM state.")
 training.add_argument("--sequence_length", default=80, type=positive(int),
                       help="Rows of a sequence to learn from, with --use_lstm.")
 
@@ -132,23 +132,23 @@ loss.add_argument("--num_atoms", type=positive(int), help="Atoms of the return's
 loss.add_argument("--value_range", default=10.0, type=positive(float), metavar="V",
                   help="Atoms are from -V to V.")
 loss.add_argument("--no_double", action="store_false", dest="double",
-                  help="Choose the next action by the target net.")
+                  help="Disable double Q-learning.")
 loss.add_argument("--no_dueling", action="store_false", dest="dueling",
-                  help="Have no stream of its own for the state's value.")
+                  help="Disable the dueling architecture.")
 loss.add_argument("--value_rescaling", action="store_true",
-                  help="Learn the values' signed square roots, as in R2D2, with rewards as they "
-                  "are: add --reward_clipping none.")
+                  help="R2D2's value rescaling, by a signed square root; use it with "
+                  "--reward_clipping none.")
 loss.add_argument("--reward_clipping", default="abs_one", choices=["abs_one", "none"],
                   help="Clip rewards to [-1, 1] in the learner, or not.")
 loss.add_argument("--target_interval", default=1000, type=positive(int),
-                  help="Updates from one copy of the target net to the next.")
+                  help="Updates between copies to the target net.")
 
 exploration = parser.add_argument_group("exploration")
 exploration.add_argument("--final_epsilon", type=fraction, help="Probability of a random action "
                          "after --epsilon_steps. Default: 0.01; with --use_lstm 0.4 ** (1 + 7 i / "
                          "(n - 1)) for environment i of n, as in R2D2.")
 exploration.add_argument("--epsilon_steps", default=100_000, type=positive(int),
-                         help="Agent steps in which it falls from 1.")
+                         help="Agent steps of epsilon annealing.")
 
 adam = parser.add_argument_group("optimizer (Adam)")
 adam.add_argument("--learning_rate", default=1e-4, type=positive(float), help="Learning rate.")

@@ -81,7 +81,7 @@ exchange.add_argument("--topology", default="ring", choices=["ring", "complete",
                       help="Senders: ring: predecessor; complete: all; exponential: predecessors "
                       "at distance 1, 2, 4, ...")
 exchange.add_argument("--max_staleness", default=0, type=non_negative(int), help="Updates "
-                      "without new weights of all in-peers until an agent waits for them; 0: any.")
+                      "without new weights of all in-peers until an agent waits; 0: never.")
 exchange.add_argument("--message_delay", default=0, type=int, choices=[0, 1],
                       help="With --deterministic, the age of mixed weights in updates.")
 

@@ -34,18 +34,17 @@ run.add_argument("--env", default="PongNoFrameskip-v4",
                  help="Atari game of ale-py; for any other environment, edit create_env. "
                  "Learners compare this name.")
 run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
-                 help="What steps the games: one environment after the other, or ale-py's "
-                 "AtariVectorEnv, whose games differ a little (docs/environment.md).")
+                 help="gym: environments stepped one by one; ale_vector: ale-py's AtariVectorEnv, "
+                 "whose games differ a little (docs/environment.md).")
 run.add_argument("--seed", type=non_negative(int),
-                 help="Seed of the environments, where the learner gives none. By default a "
-                 "random one.")
+                 help="Seed of the environments if the learner sends none. Default: random.")
 run.add_argument("--server_address", default="127.0.0.1:50051",
                  help="host:port of the first server; 0.0.0.0:port for learners on other "
                  "machines. Or unix:/path, with .0, .1, ... appended for several.")
 run.add_argument("--num_servers", default=2, type=positive(int),
                  help="Server processes, on consecutive ports.")
 run.add_argument("--envs_per_stream", default=8, type=positive(int),
-                 help="Environments stepped as one batch, where the learner names no number.")
+                 help="Environments stepped as one batch, if the learner sends no number.")
 run.add_argument("--stall_timeout_s", default=60, type=positive(float),
                  help="Seconds of silence after which the log names a server and prints its stack; "
                  "it is killed and replaced after five times as long.")
@@ -53,7 +52,7 @@ server_processes.add_flags(parser)
 
 access = credentials.add_flags(parser)
 access.add_argument("--insecure", action="store_true",
-                    help="Serve everybody who can reach --server_address, on other machines too.")
+                    help="Serve without token or TLS, to everybody who can reach the address.")
 
 atari_wrappers.add_flags(parser)
 # fmt: on

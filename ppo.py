@@ -87,7 +87,7 @@ training.add_argument("--num_envs", type=positive(int),
 training.add_argument("--num_groups", default=1, type=positive(int), help="Groups of environments; "
                       "one is stepped while the net answers another.")
 training.add_argument("--num_env_processes", type=non_negative(int), help="Processes that step a "
-                      "group; 0: this one. Default: one a core, at most one an environment.")
+                      "group; 0: in-process. Default: one a core, at most one an environment.")
 training.add_argument("--unroll_length", type=positive(int),
                       help=f"Steps in a rollout. {default_of('unroll_length')}")
 training.add_argument("--num_epochs", type=positive(int),

@@ -76,12 +76,12 @@ parser = create_parser(
 )
 
 training = parser.add_argument_group("training")
-training.add_argument("--algorithm", default="sac", choices=ALGORITHMS, help="What is learned.")
+training.add_argument("--algorithm", default="sac", choices=ALGORITHMS, help="Algorithm.")
 training.add_argument("--total_steps", default=1_000_000, type=positive(int),
                       help="Agent steps to play.")
 training.add_argument("--num_envs", default=1, type=positive(int), help="Environments.")
 training.add_argument("--num_env_processes", default=0, type=non_negative(int),
-                      help="Processes that step them while the learner learns; 0: this one.")
+                      help="Processes that step environments during learning; 0: in-process.")
 training.add_argument("--batch_size", default=256, type=positive(int),
                       help="Transitions in a batch.")
 training.add_argument("--deterministic", action="store_true",
@@ -99,17 +99,17 @@ loss = parser.add_argument_group("loss")
 loss.add_argument("--discounting", default=0.99, type=fraction,
                   help="Discount factor of a step (gamma).")
 loss.add_argument("--target_rate", default=0.005, type=fraction,
-                  help="Step of the target nets toward the nets at each update (tau).")
-loss.add_argument("--target_entropy", type=float, help="Entropy that SAC's temperature is learned "
-                  "for, in nats. Default: minus the number of an action's parts.")
+                  help="Polyak averaging rate of the target nets (tau).")
+loss.add_argument("--target_entropy", type=float, help="Target entropy of SAC's learned "
+                  "temperature, in nats. Default: minus the action dimension.")
 loss.add_argument("--exploration_noise", default=0.1, type=non_negative(float),
                   help="Standard deviation of the noise on actions of td3 and ddpg.")
 loss.add_argument("--target_noise", type=non_negative(float), help="Standard deviation of the "
                   f"noise on the target actor's actions. {default_of('target_noise')}")
-loss.add_argument("--num_critics", type=positive(int), help="Critics, of which targets take the "
+loss.add_argument("--num_critics", type=positive(int), help="Critics; targets use the "
                   f"smallest value. {default_of('num_critics')}")
-loss.add_argument("--policy_delay", type=positive(int), help="Updates of the critics for each of "
-                  f"the actor. {default_of('policy_delay')}")
+loss.add_argument("--policy_delay", type=positive(int), help="Critic updates per actor "
+                  f"update. {default_of('policy_delay')}")
 
 adam = parser.add_argument_group("optimizer (Adam)")
 adam.add_argument("--learning_rate", type=positive(float),

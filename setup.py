@@ -154,7 +154,7 @@ def call(*command) -> None:
     if subprocess.run(command, env=env).returncode != 0:
         if missing := find_missing():  # which was there when the build directory was made
             raise SystemExit(explain(missing))
-        raise SystemExit(f"That failed, see above: {shlex.join(map(str, command))}")
+        raise SystemExit(f"Failed (see above): {shlex.join(map(str, command))}")
 
 
 setup(

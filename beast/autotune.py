@@ -43,7 +43,7 @@ parser = argparse.ArgumentParser(
     prog="python -m beast.autotune",
     usage="%(prog)s PROGRAM [FLAG ...]",
     description="Find the fastest flags of a program on this machine, in some minutes, and "
-    "print the command with them. Varied are num_actors and envs_per_actor for monobeast.py and "
+    "print the command with them. It varies num_actors and envs_per_actor for monobeast.py and "
     "its forks; num_servers (not with --server_addresses), num_actors, envs_per_stream and "
     "num_inference_threads for polybeast.py and its forks. Flags that are given are kept.",
 )

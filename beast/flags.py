@@ -50,7 +50,7 @@ def create_parser(program, description, without=(), env="PongNoFrameskip-v4"):
     parser.default_env = env
     add(run, "env", metavar="ID", help=f"Environment that create_env makes. Default: {env}.")
     add(run, "env_backend", default="gym", choices=["gym", "ale_vector"],
-        help="What steps Atari games in training: one environment after the other, or ale-py's "
+        help="Atari environments in training: gym: stepped one by one; ale_vector: ale-py's "
         "AtariVectorEnv (docs/environment.md).")
     add(run, "xpid", type=folder_name, metavar="NAME", help="Name of the run, which is resumed if "
         "it has a checkpoint. Default: PROGRAM-TIMESTAMP; with --mode test, the latest run.")
@@ -91,12 +91,12 @@ def add_server_flags(parser):
     group = parser.add_argument_group("environment servers")
     group.add_argument("--server_addresses", metavar="LIST", help="Running servers: host:port, "
                        "host:first_port-last_port or unix:/path, separated by commas; --env "
-                       "defaults to what they play. Default: servers are started here.")
+                       "defaults to their game. Default: start local servers.")
     group.add_argument("--num_servers", type=positive(int), help="Server processes to start here. "
                        "Default: by the number of cores; 2 for two cores.")
-    group.add_argument("--pipes_basename", metavar="NAME", help="Their addresses: NAME.0, NAME.1, "
-                       "... of unix:/path, or host:port and the next ports. Default: in a "
-                       "temporary folder.")
+    group.add_argument("--pipes_basename", metavar="NAME", help="Addresses of servers started "
+                       "here: unix:/path (.0, .1, ... are appended), or host:port of the first. "
+                       "Default: temporary.")
     group.add_argument("--num_actors", type=positive(int), help="Streams to all servers. Default: "
                        "one a server, or two where cores and policy lag allow it.")
     group.add_argument("--envs_per_stream", type=positive(int), help="Environments that a server "
@@ -145,7 +145,7 @@ def _fill_in(parser, argv, flags):
             logging.warning("--xpid %s is a new run; there is also %s", flags.xpid, similar)
     if flags.xpid == "latest":
         if not run_path(flags).exists():
-            raise FlagError(f"there is no run in {flags.savedir} yet")
+            raise FlagError(f"no run in {flags.savedir}: check --savedir")
         flags.xpid = run_path(flags).resolve().name
     if flags.best and flags.mode == "train":
         raise FlagError("--best is for --mode test: training resumes the newest checkpoint")
@@ -159,7 +159,7 @@ def _fill_in(parser, argv, flags):
     if flags.env is None and not getattr(flags, "server_addresses", None):
         flags.env = parser.default_env
     if flags.env is None and flags.mode != "train":
-        raise FlagError("the servers of this run named no game: give --env what is to be played")
+        raise FlagError("the servers of this run sent no environment name: add --env ID")
     if flags.seed is None and flags.mode == "train":
         flags.seed = int.from_bytes(os.urandom(4), "little")
     wants_wandb = flags.mode == "train" and flags.wandb
@@ -225,7 +225,7 @@ def _refuse_trust(given, flags):
 
 def _refuse_missing_run(flags):
     names = _list_runs(flags, BEST if flags.best else NEWEST)
-    hint = "; a best one comes after the first game" if flags.best else ""
+    hint = "; best.tar needs one finished game" if flags.best else ""
     listed = (
         f"runs with one, the newest first: {', '.join(names[:10])}" if names else "no run has one"
     )

@@ -131,10 +131,10 @@ parser.add_argument("runs", nargs="+", metavar="RUN",
                     help="Folder of a run, its logs.csv, or a copy NAME.csv beside NAME.json, that "
                     "of meta.json. LABEL=RUN names its curve; equal labels make one curve.")
 parser.add_argument("--output", "--out", dest="out", metavar="NAME",
-                    help="Where to write: NAME.png, .pdf or .svg. By default curves.png, in the "
+                    help="Output file: NAME.png, .pdf or .svg. By default curves.png, in the "
                     "folder of the first run.")
-parser.add_argument("--x", help="What the picture shows the return against, one panel each; all "
-                    f"else is against the first. Some of {','.join(X_AXES)}; by default "
+parser.add_argument("--x", help="x axes of the return, one panel each; other metrics use "
+                    f"the first. Some of {','.join(X_AXES)}; by default "
                     "steps,frames,hours, without frames where a step is one frame, and with "
                     "minutes for runs of less than an hour.")
 parser.add_argument("--metrics", help="Columns of the logs to draw below, separated by commas; '' "

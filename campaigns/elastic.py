@@ -377,7 +377,7 @@ def main():
     parser.add_argument("--learners", type=int, default=4)
     parser.add_argument("--pause", type=float, default=5, help="mean seconds between two kills")
     parser.add_argument("--program", default="monobeast", choices=list(FORKS))
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="of kill times")
     flags = parser.parse_args()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="elastic-") as folder:

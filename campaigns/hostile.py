@@ -534,7 +534,7 @@ def main():
         default=10_000,
         help=f"With fewer than {LONG:,}, no silent connections are tried. (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of their order (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="of the order (default: 1)")
     flags = parser.parse_args()
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 

@@ -239,9 +239,9 @@ class Campaign:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100, help="of each program (default: 100)")
+    parser.add_argument("--kills", type=int, default=100, help="per program (default: 100)")
     parser.add_argument("--program", default="all", choices=["all", *FORKS])
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of kill times (default: 0)")
     flags = parser.parse_args()
     campaigns, start = [], time.monotonic()
     for name in FORKS if flags.program == "all" else [flags.program]:

@@ -156,7 +156,7 @@ class Server:
                 self._condition.wait_for(lambda: len(self._free_slots) == MAX_STREAMS, GRACE)
             self._stopped.set()
         if failures:
-            raise RuntimeError(f"a stream cannot be served, for want of a thread: {failures[0]}")
+            raise RuntimeError(f"cannot start a thread for a stream: {failures[0]}")
 
     def stop(self):
         """End all streams and `run`, and wait for that, unless called in the thread that runs."""

@@ -296,7 +296,7 @@ def test_a_test_of_a_run_that_is_not_there_lists_those_that_are(tmp_path):
     with pytest.raises(FlagError, match=r"nope \(runs with one, the newest first: new, old\)$"):
         parse(tmp_path, "--xpid nope --mode test")
     (tmp_path / "old" / "model.tar").rename(tmp_path / "old" / "best.tar")
-    with pytest.raises(FlagError, match=r"a best one comes after the first game .*first: old\)"):
+    with pytest.raises(FlagError, match=r"best.tar needs one finished game .*first: old\)"):
         parse(tmp_path, "--xpid new --mode test --best")
 
 
@@ -304,7 +304,7 @@ def test_runs_have_a_default_name_and_a_test_takes_the_latest(tmp_path):
     flags = parse_flags(polybeast.parser, ["--savedir", str(tmp_path)])
     assert re.match(r"polybeast-2\d{7}-\d{6}$", flags.xpid)
     for arguments in ("--mode test", "--xpid latest"):
-        with pytest.raises(FlagError, match="there is no run in"):
+        with pytest.raises(FlagError, match="no run in"):
             parse(tmp_path, arguments)
     save(parse(tmp_path, "--xpid one --learning_rate 0.25"))
     save(parse(tmp_path, "--xpid two --learning_rate 0.125"))

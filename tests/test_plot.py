@@ -187,7 +187,7 @@ FIRST = "_tick,_time,step,mean_game_return\n0,1.0,5,\n"
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "is empty: its run has not got as far"),
+        ("", "is empty: its run has logged no row"),
         (FIRST.replace("0,1.0,5,\n", ""), "has nothing to draw yet"),
         (FIRST + "1,6.0,5,\n", "has nothing to draw yet"),
         (FIRST + "1,6.0,9,\n", "nothing to draw yet: no column has two values"),

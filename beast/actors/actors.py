@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Actor processes, and the free and the full queue of buffer indices between them and the learner.
 
-Who holds which buffer, who has died, and who replaces it. What an actor does is MonoBeast's `act`.
+Tracks who holds which buffer; replaces dead actors. What an actor does is MonoBeast's `act`.
 """
 
 import threading
@@ -48,15 +48,15 @@ class Actors:
     """Actor processes, and the free and the full queue of buffer indices.
 
     Each actor has a pipe of its own, through which it gets free indices and returns full ones, so
-    that one that is killed, at whatever point, locks nobody else out and loses no index. It is
-    replaced by a new process, and so is one that is silent for too long. Where all of them die time
-    and again, the run ends.
+    that killing one at any point blocks no other and loses no index. A dead actor is replaced by a
+    new process, and so is one that is silent for too long. If all of them die repeatedly, the run
+    ends.
 
     Args:
-      flags: num_actors, envs_per_actor, num_buffers, seed; stall_timeout_s: PATIENCE times as long
-        may an actor be silent; deterministic: each actor has buffers of its own, and gives as many
-        to each batch: always the same ones to the same places. Else whoever is first gets, and
-        gives, the next ones.
+      flags: num_actors, envs_per_actor, num_buffers, seed; stall_timeout_s: an
+        actor may be silent for PATIENCE times as long; deterministic: each actor has buffers of
+        its own, and gives as many to each batch, always the same ones to the same places;
+        otherwise first come, first served.
       context: as of start_fork_server.
       act: what an actor does, called in its process with flags, the actor's number, a seed (a list
         of ints), FreeBuffers, and `args`.
@@ -102,7 +102,7 @@ class Actors:
         """Wait for `count` full buffers and return their indices; None once closed.
 
         Raises:
-          EnvError: all actors died time and again.
+          EnvError: all actors died repeatedly.
         """
         share = count // self._num_queues
         with self._condition:

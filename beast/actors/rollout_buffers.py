@@ -27,8 +27,8 @@ def _check_deterministic(flags, num_buffers):
 def choose_buffers(flags):
     """Choose num_buffers; refuse fewer than can be in use at once.
 
-    At the least number actors and learner wait for each other, so by default there is room for one
-    batch more. What is beyond that waits in the full queue, and makes the policy lag larger.
+    With the least number, actors and learner wait for each other, so the default has room for one
+    batch more. Further buffers wait in the full queue and increase the policy lag.
     """
     least = flags.num_actors * flags.envs_per_actor + flags.batch_size
     if flags.num_buffers is None:

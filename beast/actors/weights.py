@@ -89,8 +89,8 @@ class SharedWeights:
     def load_into(self, model, version=None):
         """Copy weights, by default the newest, into `model` and return their version.
 
-        Version + num_slots, which goes to the same slot as a version asked for, must not be
-        published before this returns; with --deterministic the learner waits for that.
+        Until this returns, version + num_slots must not be published: it uses the same slot.
+        With --deterministic the learner waits for that.
         """
         tensors = _tensors(model)
         while True:

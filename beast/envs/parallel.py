@@ -114,7 +114,7 @@ class ParallelEnvironments:
 
         Raises:
           EnvError: an environment raised, or returned what its spaces do not allow; or a process
-            died time and again.
+            died repeatedly.
         """
         if self._here:
             return None if self._is_awake else self._here.step(self._actions)

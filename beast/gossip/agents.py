@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that play and learn by themselves, as the main process of gala.py sees them.
 
-Each sends metrics through a pipe of its own, so that one that is killed, at whatever point, jams
-nobody. One that dies is replaced. The main process has them hold still while it saves what they
+Each sends metrics through a pipe of its own, so that killing one at any point blocks no
+other. One that dies is replaced. The main process has them hold still while it saves what they
 have learned.
 """
 
@@ -146,7 +146,7 @@ class Agents:
         Then agents that have not made an update yet, as they start, are not waited for.
 
         Raises:
-          EnvError: an agent died time and again, or one that others wait for.
+          EnvError: an agent died repeatedly, or one that others wait for died.
         """
         try:
             yield from self._in_order() if self._in_step else self._as_they_come()

@@ -20,7 +20,7 @@ def add_flags(parser):
     group.add_argument("--replay_ratio", default=0.0, type=non_negative(float),
                        help="Old rollouts in a batch for each new one, drawn at random; 0: none.")
     group.add_argument("--replay_rollouts", default=1000, type=positive(int),
-                       help="The newest rollouts, from which they are drawn.")
+                       help="Replay capacity, in rollouts; the newest stay.")
     # fmt: on
 
 

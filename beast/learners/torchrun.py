@@ -132,7 +132,7 @@ class Start:
         self._decide(key, "go")
 
     def _decide(self, key, proposal):
-        """Stop, if the first proposal of a rank for this meeting was that."""
+        """Stop, if a rank's first proposal for this meeting was to stop."""
         if self._store.compare_set(f"{key}/decision", "", proposal) == b"stop":
             self._stop()
 
@@ -153,7 +153,7 @@ class Start:
             self._stop()
 
     def _stop(self):
-        """Exit; with status 0 where all ranks do, since torchrun starts them anew after others."""
+        """Exit, with status 0 if all ranks do: torchrun restarts ranks after any other status."""
         if self._is_stopping:
             return
         self._is_stopping, status = True, 128 + signal.SIGTERM

@@ -140,10 +140,10 @@ def end_process(process, patience):
 
 
 def child_main(function, pipe, *args, niceness=10):
-    """Be a process of the fork server: call `function(*args)`, and send its error.
+    """Run in a process of the fork server: call `function(*args)`, and send its error.
 
-    It ignores signals, which are for the main process, but ends with that; and leads a process
-    group, in which the processes that its environments start end with it.
+    The process ignores signals, but ends with the main process. It leads a process group, so
+    processes that its environments start end with it.
 
     Args:
       niceness: by default the learner comes first, and children take what is left of the cores.

@@ -61,8 +61,8 @@ class BackgroundEvaluation:
             else:
                 seconds = time.monotonic() - self._start_time
                 logging.warning(
-                    f"No evaluation at step {step:,}: that of step {self._step:,} has been playing "
-                    f"for {seconds:.0f} s"
+                    f"Skipped the evaluation at step {step:,}: that of step {self._step:,} is "
+                    f"running ({seconds:.0f} s)"
                 )
         return metrics
 
@@ -102,7 +102,7 @@ class BackgroundEvaluation:
                 )  # fmt: skip
             self._start_time = time.monotonic()
         except Exception as error:
-            logging.error("Cannot evaluate at step %s, and go on: %s", f"{self._step:,}", error)
+            logging.error("Skipped the evaluation at step %s: %s", f"{self._step:,}", error)
 
     def _has_ended(self):
         # Without reaping it, so that its process id stays that of its group.

@@ -105,7 +105,7 @@ def read_log(path, notes):
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise PlotError(f"cannot read {path}: {error}") from error
     if not rows:
-        raise PlotError(f"{path} is empty: its run has not got as far as the first row")
+        raise PlotError(f"{path} is empty: its run has logged no row yet")
     header, *rows = rows
     if missing := {"step", "_time"}.difference(header):
         raise PlotError(

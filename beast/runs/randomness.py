@@ -30,8 +30,8 @@ def make_deterministic(flags):
         return
     if flags.eval_interval:
         raise FlagError(
-            "--eval_interval logs evaluations when they end, which a clock decides, and "
-            "--deterministic makes logs that are the same: leave out one of them"
+            "--eval_interval logs evaluations at times that vary, so --deterministic could not "
+            "make equal logs: leave out one of them"
         )
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
     torch.use_deterministic_algorithms(True)

@@ -45,7 +45,7 @@ class Run:
       first_step: agent step at which the run starts, or is resumed.
       exit_status: for the shell, when the block is left.
 
-    At the end a last checkpoint is saved, unless an error ends the run that is not an EnvError.
+    At the end a last checkpoint is saved, unless an error other than EnvError ends the run.
 
     Raises:
       FlagError: the checkpoint or the folder cannot be used; or the last checkpoint could not be

@@ -51,7 +51,7 @@ def load(flags):
                 raise ValueError(f"--{name} {getattr(flags, name)} is no PEM file of a {kind}")
         if "ENCRYPTED" in tls[2]:
             raise ValueError(
-                f"--tls_key {flags.tls_key} is encrypted, and nobody is there to type a password: "
+                f"--tls_key {flags.tls_key} is encrypted, but must not be: decrypt it with "
                 f"openssl pkey -in {flags.tls_key} -out plain.key"
             )
         _check_files(flags)
@@ -60,10 +60,10 @@ def load(flags):
         if not re.fullmatch("[!-~]{1,4096}", auth_token):
             raise ValueError(
                 f"--auth_token_file {flags.auth_token_file} should hold one line of up to 4,096 "
-                "printable ASCII characters without spaces: openssl rand -hex 32"
+                "printable ASCII characters, no spaces: try openssl rand -hex 32"
             )
         if len(auth_token) < 16:
-            _warn(f"--auth_token_file {flags.auth_token_file}: so short a token can be guessed")
+            _warn(f"--auth_token_file {flags.auth_token_file}: under 16 bytes it can be guessed")
     return {"tls": tls, "auth_token": auth_token}
 
 

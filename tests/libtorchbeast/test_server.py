@@ -505,7 +505,7 @@ def test_a_server_that_cannot_start_a_thread_ends(monkeypatch):
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", start_all_but_streams)
-    with pytest.raises(RuntimeError, match="for want of a thread: can't start new thread"):
+    with pytest.raises(RuntimeError, match="a thread for a stream: can't start new thread"):
         with serving(Counted) as address:
             with pytest.raises(grpc.RpcError), Stream(address):
                 pass

@@ -477,7 +477,7 @@ def test_one_plays_at_a_time_the_weights_of_its_step(tmp_path, monkeypatch, capl
         own = os.getpriority(os.PRIO_PROCESS, 0)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(19, own + 10)
         assert training.tick(200) == NOTHING
-        assert "No evaluation at step 200: that of step 123 has been playing for" in caplog.text
+        assert "Skipped the evaluation at step 200: that of step 123 is running" in caplog.text
         assert training.process is process and process.poll() is None and process.stdin.writable()
         if killed:
             process.kill()
