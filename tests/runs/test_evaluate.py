@@ -450,7 +450,7 @@ def test_a_failure_is_logged_and_the_next_one_comes(tmp_path, monkeypatch, caplo
             assert "the game is broken" in caplog.text
         monkeypatch.setenv("PATH", str(tmp_path))  # where there is no nice
         assert training.tick(300) == NOTHING and training.process is None
-        assert "Cannot evaluate at step 300" in caplog.text and "nice" in caplog.text
+        assert "Skipped the evaluation at step 300" in caplog.text and "nice" in caplog.text
 
 
 def helper_lives(folder):
