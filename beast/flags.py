@@ -95,7 +95,7 @@ def add_server_flags(parser):
     group.add_argument("--num_servers", type=positive(int), help="Server processes to start here. "
                        "Default: by the number of cores; 2 for two cores.")
     group.add_argument("--pipes_basename", metavar="NAME", help="Addresses of servers started "
-                       "here: unix:/path (.0, .1, ... are appended), or host:port of the first. "
+                       "here: unix:/path (if several, .0, .1, ... added) or first host:port. "
                        "Default: temporary.")
     group.add_argument("--num_actors", type=positive(int), help="Streams to all servers. Default: "
                        "one a server, or two where cores and policy lag allow it.")

@@ -53,7 +53,7 @@ parser = argparse.ArgumentParser(
 parser.add_argument("--cores_per_run", type=positive(int), required=True,
                     help="Cores of each run, which no other run of the queue uses.")
 parser.add_argument("--gpus_per_run", type=positive(int),
-                    help="GPUs of each run. Default: every run sees all GPUs.")
+                    help="GPUs of each run. Default: all runs see the same.")
 parser.add_argument("--runs_per_gpu", default=1, type=positive(int),
                     help="Runs that share a GPU. By default %(default)s.")
 parser.add_argument("--dry_run", action="store_true",
