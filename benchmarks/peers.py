@@ -6,9 +6,10 @@
     python benchmarks/peers.py --suite ppo-cheetah [flags of ppo.py]          PPO alone
 
 A suite is one task, with the same net for all: IMPALA and others learn Pong with the shallow net;
-PPO learns Pong, and HalfCheetah, with equal batches, epochs and numbers of environments. Where a
-library has two rows for one algorithm, the faster one is the peer. Programs run one after the other
-and over again, so that a slow minute slows all of them. Counted are steps that were learned from,
+PPO learns Pong, and HalfCheetah, with equal batches, epochs and numbers of environments; SAC learns
+HalfCheetah and DQN Pong, with equal batches and replay ratios, so that steps/s compare updates/s.
+Where a library has two rows for one algorithm, the faster one is the peer. Programs run one after
+the other and over again, so that a slow minute slows all of them. Counted are steps learned from,
 for `--seconds`, after a third of that to warm up. On first use (or with --setup alone) each peer
 gets a virtual environment of its own in `--folder`, of the versions below; what does not install or
 start is reported with the reason. The peers' drivers are in benchmarks/peers. Linux only. Prints
@@ -40,8 +41,10 @@ import torch  # noqa: E402
 from machine import print_header  # noqa: E402
 from whole import measure_whole  # noqa: E402
 
+import dqn  # noqa: E402
 import monobeast  # noqa: E402
 import ppo  # noqa: E402
+import sac  # noqa: E402
 from beast.processes.machine import count_cores  # noqa: E402
 
 START_SECONDS = 120  # that a program may take to its first update
@@ -137,6 +140,31 @@ PEERS = {
             NORMALIZED,
         ),
     ),
+    **{
+        f"sb3-sac-cheetah{suffix}": Peer(
+            SB3,
+            f"sb3.py sac=1 cheetah=1 envs=1 processes=0 ratio=256 minibatch=256 threads={threads}",
+            ("SAC", 256, "-", 1, f"one, {threads} threads", "Adam"),
+        )
+        for suffix, threads in (("", 1), ("-threads", count_cores()))
+    },
+    **{
+        f"sb3-dqn-pong{suffix}": Peer(
+            SB3,
+            f"sb3.py dqn=1 envs={envs} processes={int(envs > 1)} ratio=8 minibatch=32 "
+            f"threads={threads}",
+            (
+                *("DQN, in turns", 32, "-", envs),
+                f"{envs if envs > 1 else 'none'} that step, main learns with {threads} thread(s)",
+                "Adam; whole stacks in the replay",
+            ),
+        )
+        for suffix, envs, threads in (
+            ("", 1, 1),
+            ("-processes", 4, 1),
+            ("-threads", 1, count_cores()),
+        )
+    },
     # Its only version here is of 2020: it needs gym before 0.22, whose games have no wheel for
     # Python 3.11. Newer scripts are in its repository only.
     "cleanrl": Peer(
@@ -157,8 +185,13 @@ class Suite(typing.NamedTuple):
 NETS = {
     "PongNoFrameskip-v4": "84x84 gray frames, stacks of 4, frame skip 4; convolutions of 32 8x8/4, "
     "64 4x4/2, 64 3x3/1, then 512, policy and baseline.",
-    "HalfCheetah-v5": "policy and baseline with two layers of 64 tanh each.",
+    "HalfCheetah-v5": "policy and baseline with two layers of 64 tanh each; SAC: actor and two "
+    "critics with two layers of 256 ReLU each.",
 }
+PLAIN_DQN = (
+    "--num_atoms 1 --n_step 1 --priority_exponent 0 --no_double --no_dueling --batch_size 32 "
+    "--replay_ratio 8 --learning_starts 1000 --replay_capacity 50000"
+).split()
 PRECISIONS = {"": [], ", fp32": ["--precision", "fp32"]}
 SUITES = {
     "impala": Suite(
@@ -181,6 +214,17 @@ SUITES = {
             f"{count_cores()} that step, main infers and learns",
             NORMALIZED,
         ),
+    ),
+    "sac-cheetah": Suite(
+        sac, "HalfCheetah-v5", {"sac": ["--learning_starts", "1000"]},
+        ["sb3-sac-cheetah", "sb3-sac-cheetah-threads"],
+        ("SAC", 256, "-", 1, "one", "Adam"),
+    ),
+    "dqn-pong": Suite(
+        dqn, "PongNoFrameskip-v4",
+        {f"dqn{k}": [*PLAIN_DQN, *v] for k, v in PRECISIONS.items()},
+        ["sb3-dqn-pong", "sb3-dqn-pong-processes", "sb3-dqn-pong-threads"],
+        ("DQN", 32, "-", 16, "2 that step and infer, main learns", "Adam; newest frames"),
     ),
 }  # fmt: skip
 
