@@ -620,9 +620,9 @@ def train(flags):
         ("environment", torch.int64), ("is_first", torch.bool), ("exploration", torch.float32)
     ):  # fmt: skip
         buffers[name] = torch.zeros(flags.num_buffers, dtype=dtype).share_memory_()
-    torch.set_num_threads(max(1, machine.count_cores() - flags.num_actors))
     optimizer, decay = create_optimizer(flags, model.to(devices.get_device(flags)))
-    learner = Learner(model, optimizer, decay, weights)
+    num_threads = max(1, machine.count_cores() - flags.num_actors)
+    learner = Learner(model, optimizer, decay, weights, num_threads)
     rollout_rows = flags.replay_ratio * flags.unroll_length
     feed = ReplayFeed(
         replay, flags.replay_ratio, flags.learning_starts,

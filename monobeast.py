@@ -395,7 +395,6 @@ def train(flags):
     """Train until all steps are made or a signal comes; return the exit status."""
     randomness.make_deterministic(flags)
     randomness.seed_generators([flags.seed, flags.rank])
-    torch.set_num_threads(1)  # until the number of actors is known
 
     sample = create_environments(flags, create_env, 1, [flags.seed, 0], "the environment")
     with contextlib.closing(sample):
@@ -406,9 +405,9 @@ def train(flags):
         flags = resolve(flags, sample.frame_skip, rollout_bytes)
     weights = SharedWeights(model)
     buffers = rollout_buffers.create_buffers(flags, rows, outputs, state)
-    torch.set_num_threads(max(1, machine.count_cores() - flags.num_actors))
     optimizer, decay = create_optimizer(flags, model.to(devices.get_device(flags)))
-    learner = Learner(model, optimizer, decay, weights)
+    num_threads = max(1, machine.count_cores() - flags.num_actors)
+    learner = Learner(model, optimizer, decay, weights, num_threads)
     replay = rollout_replay.RolloutReplay(flags)
 
     with Run(flags, learner) as run:

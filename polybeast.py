@@ -411,7 +411,6 @@ def train(flags):
     num_threads = machine.count_cores()
     if flags.model == "shallow" and not flags.server_addresses:
         num_threads = max(1, num_threads - flags.num_servers)
-    torch.set_num_threads(num_threads)
     device = devices.get_device(flags)
     two_gpus = device.type == "cuda" and torch.cuda.device_count() > 1
     inference_device = torch.device("cuda:1") if two_gpus else device
@@ -422,7 +421,7 @@ def train(flags):
         model, _ = nets.create_net(Net, *spaces, **net_arguments(flags))
         initial_state = model.initial_state(1)
         optimizer, decay = create_optimizer(flags, model.to(device))
-        learner = Learner(model, optimizer, decay, LocalWeights(model))
+        learner = Learner(model, optimizer, decay, LocalWeights(model), num_threads)
         replay = rollout_replay.RolloutReplay(flags)
 
         with Run(flags, learner) as run:

@@ -476,10 +476,9 @@ def train(flags):
     randomness.make_deterministic(flags)
     randomness.seed_generators([flags.seed])
     model, (rows, outputs, _) = nets.create_net(Net, *spaces, **net_arguments(flags))
-    # More threads slow small nets down.
-    torch.set_num_threads(count_cores() if model.is_image else 1)
     optimizer, decay = create_optimizer(flags, model.to(devices.get_device(flags)))
-    learner = Learner(model, optimizer, decay, Version())
+    num_threads = count_cores() if model.is_image else 1  # more slow small nets down
+    learner = Learner(model, optimizer, decay, Version(), num_threads)
 
     with contextlib.ExitStack() as stack, Run(flags, learner) as run:
         # A resumed run must not play the same games again.

@@ -47,6 +47,7 @@ from beast.learners.replay import Replay
 from beast.learners.replay_feed import ReplayFeed, to_tensors
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
+from beast.processes import machine
 from beast.runs import diagnostics, evaluate, randomness
 from beast.runs.run import Run
 from libtorchbeast.rows import draw_seeds
@@ -62,6 +63,7 @@ ALGORITHMS = ("sac", "td3", "ddpg")
 REPLAY_KEYS = ("frame", "reward", "done", "truncated", "terminated", "last_action")
 MIN_LOG_STD, MAX_LOG_STD = -20, 2
 NOISE_CLIP = 0.5  # of --target_noise
+MAX_THREADS = 4  # of the learner: nets are small
 RECORD_STEPS = 20  # steps of the environments between two records of metrics
 
 
@@ -274,16 +276,17 @@ def compute_actor_loss(model, x):
 
 def create_optimizers(flags, model):
     """Return the optimizers, and a function from agent steps to a factor of their rates."""
-    parameters = {
-        "critics": model.critics.parameters(),
-        "actor": model.actor.parameters(),
-        "alpha": [model.log_alpha],
-    }
     optimizers = {
         name: torch.optim.Adam(values, lr=flags.learning_rate, fused=True)
-        for name, values in parameters.items()
+        for name, values in group_parameters(model).items()
     }
     return optimizers, lambda step: 1
+
+
+def group_parameters(model):
+    """Return lists of parameters by the name of their optimizer."""
+    actor = [*model.actor.parameters(), *([model.log_alpha] if model.is_sac else [])]
+    return {"critics": list(model.critics.parameters()), "actor": actor}
 
 
 def step_down(optimizer, loss, parameters):
@@ -306,17 +309,16 @@ def learn(flags, model, target_model, sample, optimizers, num_updates):
     x, next_x = model.one_hot(flatten(frames)).chunk(2)
     arguments = sample.actions[0], next_x, sample.returns[0], sample.discounts[0]
     critic_loss, metrics = compute_critic_loss(flags, model, target_model, x, *arguments)
-    critics, actor = list(model.critics.parameters()), list(model.actor.parameters())
+    parameters = group_parameters(model)
     metrics["total_loss"] = metrics["critic_loss"]
-    metrics["grad_norm"] = step_down(optimizers["critics"], critic_loss, critics)
+    metrics["grad_norm"] = step_down(optimizers["critics"], critic_loss, parameters["critics"])
     if (num_updates + 1) % flags.policy_delay == 0:
         actor_loss, log_prob = compute_actor_loss(model, x)
         metrics["actor_loss"] = actor_loss.detach()
-        metrics["actor_grad_norm"] = step_down(optimizers["actor"], actor_loss, actor)
         if model.is_sac:
             metrics |= {"entropy": -log_prob, "alpha": model.log_alpha.detach().exp()}
-            alpha_loss = -model.log_alpha * (log_prob + flags.target_entropy)
-            step_down(optimizers["alpha"], alpha_loss, [model.log_alpha])
+            actor_loss = actor_loss - model.log_alpha * (log_prob + flags.target_entropy)
+        metrics["actor_grad_norm"] = step_down(optimizers["actor"], actor_loss, parameters["actor"])
         with torch.no_grad():
             targets, sources = list(target_model.parameters()), list(model.parameters())
             torch._foreach_lerp_(targets, sources, flags.target_rate)
@@ -353,7 +355,7 @@ def play(flags, model, environments, feed, num_random):
 
 def play_and_learn(flags, learner, target_model, environments, feed, run):
     """Alternate playing and learning until all steps are made or woken: a thread."""
-    torch.set_num_threads(learner.num_threads)
+    devices.use_threads(learner.num_threads, learner.device)
     num_random = 0 if run.first_step else flags.learning_starts
     metrics, model = [], learner.model
     for step, _ in enumerate(run.follow(play(flags, model, environments, feed, num_random))):
@@ -416,9 +418,9 @@ def train(flags):
     randomness.seed_generators([flags.seed])
     model, (rows, _, state) = nets.create_net(Net, *spaces, **net_arguments(flags))
     replay = create_replay(flags, rows, state)
-    torch.set_num_threads(1)  # more threads slow small nets down
     optimizers, decay = create_optimizers(flags, model.to(devices.get_device(flags)))
-    learner = Learner(model, optimizers, decay, Version())
+    num_threads = min(MAX_THREADS, machine.count_cores())
+    learner = Learner(model, optimizers, decay, Version(), num_threads)
     ratio = flags.replay_ratio
     feed = ReplayFeed(replay, ratio, flags.learning_starts, flags.batch_size, slack=0)
 

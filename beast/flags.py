@@ -235,6 +235,10 @@ def _refuse_missing_run(flags):
 def run_program(main):
     """Run a program's `main` and exit with its status; user errors are printed as one line."""
     start_logging()
+    # Only learner threads use more. If this one had started some, too, there would be more of them
+    # than cores. Then libgomp's threads sleep between two operations instead of spinning, and an
+    # update of small nets takes twice as long.
+    torch.set_num_threads(1)
     if "--disable_cuda" in sys.argv or not torch.cuda.is_available():
         keep_freed_memory()
     # Until a run's own handlers are in place: unwind, so that what was started is ended.

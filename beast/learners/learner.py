@@ -36,11 +36,11 @@ class Learner:
       optimizer: one, or a dict of several by their names.
       decay: function from agent steps to a factor of all learning rates.
       weights: SharedWeights, LocalWeights or Version, into which new weights are published.
+      num_threads: of PyTorch, in each of the learner's threads.
 
     Attributes:
       scheduler: of the optimizer, or a dict of those of several.
       group: of learners of the same policy, this one among them.
-      num_threads: of PyTorch, in each of the learner's threads.
       lock: reentrant; held while any of this state is changed or copied.
       hold: returns a context manager, to enter before the lock is taken to save the state: it stops
         other processes that change it, as gala.py's agents do. By default it does nothing.
@@ -48,11 +48,11 @@ class Learner:
         100), skipped_updates and skipped_in_a_row.
     """
 
-    def __init__(self, model, optimizer, decay, weights):
+    def __init__(self, model, optimizer, decay, weights, num_threads=1):
         self.lock, self.hold = threading.RLock(), contextlib.nullcontext
         self.model, self.optimizer, self.weights = model, optimizer, weights
         self.group = learner_group.current()
-        self.num_threads = torch.get_num_threads()
+        self.num_threads = num_threads
         self.device = next(model.parameters()).device
         self.stats = {"step": 0, "episode_returns": [], "game_returns": []}
         self.stats |= {"skipped_updates": 0, "skipped_in_a_row": 0}
