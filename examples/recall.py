@@ -15,7 +15,7 @@ class Recall(gym.Env):
     keeps no secret, and whoever has no memory can but guess: a mean return of 0.
     """
 
-    def __init__(self):
+    def __init__(self, render_mode=None):
         self.observation_space = gym.spaces.Box(0, 1, (3,), np.float32)  # is 1, is 2, is asked
         self.action_space = gym.spaces.Discrete(3)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from deadline import Thread
-from program import HELPERS, Program, column, last_step, load, read_rows, run
+from program import HELPERS, ROOT, Program, column, last_step, load, read_rows, run
 
 import dqn
 from beast.errors import FlagError
@@ -388,6 +388,13 @@ def test_values_of_a_chain_are_those_of_dynamic_programming(arguments):
         right = torch.tensor([0.0, 0, 0, 1]) + 0.9 * best[1:]
         expected = torch.stack([left, right], dim=1)
     torch.testing.assert_close(values, expected, rtol=0, atol=0.02)
+
+
+def test_an_environment_of_a_module_is_created(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    flags = parse("--env recall:Recall-v0")
+    flags.render_mode = None
+    assert dqn.create_env(flags).reset(seed=1)[0].shape == (3,)
 
 
 def train(folder, name, *arguments):
