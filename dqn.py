@@ -287,12 +287,12 @@ def final_epsilons(flags):
 
 
 def rescale(x, eps=1e-3):
-    """Return h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x (Pohlen et al. 2018)."""
-    return x.sign() * ((x.abs() + 1).sqrt() - 1) + eps * x
+    """Return h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x (Pohlen et al. 2018), with all digits."""
+    return x / ((x.abs() + 1).sqrt() + 1) + eps * x
 
 
 def unscale(z, eps=1e-3):
-    """Return the inverse of `rescale`, in a form that loses no digits for small z in float32."""
+    """Return the inverse of `rescale`, with all digits."""
     a = z.abs() + 1 + eps
     u = 2 * a / (1 + (1 + 4 * eps * a).sqrt())
     return z.sign() * (u**2 - 1)
@@ -380,7 +380,9 @@ def compute_loss(flags, model, target_model, sample):
         for x in (sample.returns, sample.discounts, sample.bootstrap, sample.mask, sample.actions)
     )
     state = sample.agent_state
-    logits = run_net(flags, model, sample.rows, state, burn_in, L)
+    # Of later rows, only double Q-learning needs the net's own values.
+    rows = sample.rows if flags.double else map_nest(lambda x: x[:L], sample.rows)
+    logits = run_net(flags, model, rows, state, burn_in, L)
     taken = select(logits[: L - burn_in], actions)  # [L - burn_in, B, Z]
     with torch.no_grad():
         # The first row that a return can end in is the one after the burn-in's last.
@@ -621,8 +623,8 @@ def train(flags):
     ):  # fmt: skip
         buffers[name] = torch.zeros(flags.num_buffers, dtype=dtype).share_memory_()
     optimizer, decay = create_optimizer(flags, model.to(devices.get_device(flags)))
-    num_threads = max(1, machine.count_cores() - flags.num_actors)
-    learner = Learner(model, optimizer, decay, weights, num_threads)
+    # Actors, which wait for it most of the time, get cores when it leaves them.
+    learner = Learner(model, optimizer, decay, weights, machine.count_cores())
     rollout_rows = flags.replay_ratio * flags.unroll_length
     feed = ReplayFeed(
         replay, flags.replay_ratio, flags.learning_starts,
