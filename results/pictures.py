@@ -58,6 +58,7 @@ SUITES = {  # and whether their runs are IMPALA's
     "minatar": True,
     "ppo": False,
     "gala": False,
+    "replay": False,
 }
 
 
