@@ -623,8 +623,9 @@ def train(flags):
     ):  # fmt: skip
         buffers[name] = torch.zeros(flags.num_buffers, dtype=dtype).share_memory_()
     optimizer, decay = create_optimizer(flags, model.to(devices.get_device(flags)))
-    # Actors, which wait for it most of the time, get cores when it leaves them.
-    learner = Learner(model, optimizer, decay, weights, machine.count_cores())
+    # Actors wait for the learner most of the time. More threads slow small nets down.
+    num_threads = 1 if model.image is None else machine.count_cores()
+    learner = Learner(model, optimizer, decay, weights, num_threads)
     rollout_rows = flags.replay_ratio * flags.unroll_length
     feed = ReplayFeed(
         replay, flags.replay_ratio, flags.learning_starts,
