@@ -31,7 +31,7 @@ quick: dev-env ## the tests that neither compile anything nor start a whole prog
 	exec $(PYTEST) -m "not long and not whole" --numprocesses 2 $(ARGS)
 
 test: test-env build lint ## build, lint, all tests but the long ones (make examples); one file: make test ARGS=tests/test_vtrace.py
-	exec $(PYTEST) --numprocesses 2 --dist loadfile $(ARGS)
+	exec $(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 examples: test-env build ## learn each of the examples, and what else takes long, in half an hour; MuJoCo's if it is installed
 	exec $(PYTEST) -m long $(ARGS)
