@@ -74,7 +74,7 @@ def default_of(name):
 # fmt: off
 parser = create_parser(
     "sac.py", "SAC, TD3 and DDPG on one machine.",
-    without=["env_backend", "precision", "greedy", "elastic"], env="Pendulum-v1",
+    without=["env_backend", "greedy", "elastic"], env="Pendulum-v1",
 )
 
 training = parser.add_argument_group("training")
@@ -148,7 +148,10 @@ class Actor(nn.Module):
         )
 
     def forward(self, x):
-        return self.layers(x)
+        x = self.layers[:-1](x)
+        # Means and deviations are computed in full precision.
+        with torch.autocast(x.device.type, enabled=False):
+            return self.layers[-1](x.float())
 
 
 class Critics(nn.Module):
@@ -168,9 +171,12 @@ class Critics(nn.Module):
         """Return values [E, B] of observations [B, inputs] and actions [B, A]."""
         x = torch.cat([x, action], dim=-1)
         x = x.expand(self.weights[0].shape[0], *x.shape)
-        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            x = torch.baddbmm(bias, F.relu(x) if i else x, weight)
-        return x.squeeze(-1)
+        *hidden, (weight, bias) = zip(self.weights, self.biases, strict=True)
+        for hidden_weight, hidden_bias in hidden:
+            x = torch.baddbmm(hidden_bias, x, hidden_weight).relu_()
+        # Values are computed in full precision; a product with one column is slow on a CPU.
+        with torch.autocast(x.device.type, enabled=False):
+            return (x.float() * weight.mT).sum(dim=-1) + bias.squeeze(-1)
 
 
 class Net(nn.Module):
@@ -308,12 +314,14 @@ def learn(flags, model, target_model, sample, optimizers, num_updates):
     frames = map_nest(lambda x: x.flatten(0, 1), sample.rows["frame"])
     x, next_x = model.one_hot(flatten(frames)).chunk(2)
     arguments = sample.actions[0], next_x, sample.returns[0], sample.discounts[0]
-    critic_loss, metrics = compute_critic_loss(flags, model, target_model, x, *arguments)
+    with devices.autocast(flags, x.device):
+        critic_loss, metrics = compute_critic_loss(flags, model, target_model, x, *arguments)
     parameters = group_parameters(model)
     metrics["total_loss"] = metrics["critic_loss"]
     metrics["grad_norm"] = step_down(optimizers["critics"], critic_loss, parameters["critics"])
     if (num_updates + 1) % flags.policy_delay == 0:
-        actor_loss, log_prob = compute_actor_loss(model, x)
+        with devices.autocast(flags, x.device):
+            actor_loss, log_prob = compute_actor_loss(model, x)
         metrics["actor_loss"] = actor_loss.detach()
         if model.is_sac:
             metrics |= {"entropy": -log_prob, "alpha": model.log_alpha.detach().exp()}
@@ -404,6 +412,7 @@ def resolve(flags, observation_space, action_space, frames_per_step=1):
         flags.target_entropy = -float(np.prod(action_space.shape))
     flags.num_groups = 1
     check_groups(flags)
+    devices.choose_precision(flags, True, [devices.get_device(flags)])
     return flags
 
 
