@@ -45,13 +45,12 @@ from beast.actors import rollout_buffers
 from beast.actors.actors import Actors
 from beast.actors.collect import INPUTS
 from beast.actors.weights import SharedWeights
-from beast.envs import atari_games
+from beast.envs import gym_envs
 from beast.envs.environments import Environments, create_environments, try_out
 from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
 from beast.learners import devices, nets
 from beast.learners.learner import Learner
-from beast.learners.normalizer import OneHot, flatten
 from beast.learners.replay import Replay
 from beast.learners.replay_feed import ReplayFeed, to_tensors
 from beast.nest import map_nest
@@ -156,19 +155,16 @@ adam.add_argument("--epsilon", default=3e-4, type=positive(float), help="Adam ep
 adam.add_argument("--grad_norm_clipping", default=10.0, type=positive(float),
                   help="Largest gradient norm of the loss, a mean over the batch.")
 
+gym_envs.add_flags(parser)
 atari_wrappers.add_flags(parser)
 # fmt: on
 
 
 def create_env(flags):
     """Return one environment with a Discrete action space."""
-    if flags.env.startswith("MinAtar/") and flags.env not in gym.registry:
-        from minatar.gym import register_envs
-
-        register_envs()
-    if atari_games.is_game(flags.env):
+    if gym_envs.is_game(flags.env):
         return atari_wrappers.create_atari(flags, flags.render_mode)
-    return gym.make(flags.env, render_mode=flags.render_mode)
+    return gym_envs.create(flags)
 
 
 class Net(nn.Module):
@@ -185,12 +181,10 @@ class Net(nn.Module):
     ):
         super().__init__()
         self.num_actions, self.num_atoms = num_actions, num_atoms
-        self.image = nets.find_image(observation_space)
-        if self.image is not None:
-            self.trunk, size = nets.image_trunk(self.image)
-        else:
-            self.one_hot = OneHot(observation_space)
-            self.trunk, size = nets.vector_trunk(self.one_hot.size), 64
+        self.observations = nets.Observations(observation_space)  # splits frames
+        self.knows_bf16 = bool(self.observations.images)  # the last layers stay in float32
+        self.trunk = nets.Trunk(self.observations, nets.shallow_conv)
+        size = self.trunk.size
         self.lstm = nn.LSTM(size + num_actions + 1, 256) if use_lstm else None
         size = 256 if use_lstm else size
         self.advantage = nn.Linear(size, num_actions * num_atoms)
@@ -219,21 +213,19 @@ class Net(nn.Module):
           state after the last row.
         """
         logits, agent_state = self.compute_logits(inputs, agent_state)
-        values = self.compute_values(logits)
+        values = self.observations.mask(self.compute_values(logits), inputs["frame"])
         baseline, action = values.max(dim=-1)
         if not self.training:
-            action = explore(action, self.num_actions, torch.tensor(TEST_EPSILON))
+            action = explore(action, values, torch.tensor(TEST_EPSILON))
         return {"policy_logits": values, "baseline": baseline, "action": action}, agent_state
 
     def compute_logits(self, inputs, agent_state):
         """Return logits of the atoms, or values, [T, B, A, Z], and the new recurrent state."""
         T, B = inputs["done"].shape
         frame = map_nest(lambda x: x.flatten(0, 1), inputs["frame"])
-        is_image = self.image is not None
-        x = nets.scale_image(frame, self.image) if is_image else self.one_hot(flatten(frame))
-        features = self.trunk(x)
+        features = self.trunk(*self.observations(frame))
         # Values are computed in full precision.
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(features.device.type, enabled=False):
             features = features.float()
             if self.lstm is not None:
                 features, agent_state = self.run_lstm(features, inputs, agent_state)
@@ -270,9 +262,13 @@ def net_arguments(flags):
     return {name: getattr(flags, name) for name in names}
 
 
-def explore(action, num_actions, epsilon):
-    """Return actions, each of which is replaced by a random one with probability epsilon."""
-    random = torch.randint_like(action, num_actions)
+def explore(action, values, epsilon):
+    """Return actions, each of which is replaced with probability epsilon by a random allowed one.
+
+    Args:
+      values: [..., A], at most FORBIDDEN for actions that are not allowed.
+    """
+    random = torch.where(values > nets.FORBIDDEN, torch.rand_like(values), -1).argmax(dim=-1)
     return torch.where(torch.rand(action.shape, device=action.device) < epsilon, random, action)
 
 
@@ -391,7 +387,12 @@ def compute_loss(flags, model, target_model, sample):
         index = (bootstrap - first)[..., None, None].expand(-1, -1, *logits.shape[2:])
         next_logits = next_logits.gather(0, index)
         choosing = logits.gather(0, index + 1) if flags.double else next_logits
-        next_actions = model.compute_values(choosing).argmax(dim=-1)
+        next_values = model.compute_values(choosing)
+        allowed = model.observations.allowed(sample.rows["frame"])
+        if allowed is not None:
+            allowed = allowed.gather(0, bootstrap.unsqueeze(-1).expand_as(next_values))
+            next_values = torch.where(allowed, next_values, nets.FORBIDDEN)
+        next_actions = next_values.argmax(dim=-1)
         next_logits = select(next_logits, next_actions)
     values = model.compute_values(taken)
     if flags.num_atoms == 1:
@@ -494,7 +495,8 @@ def act(flags, actor, seed, free_buffers, buffers, weights):
                         # Copies, since parts of it may lie in the row, which step overwrites.
                         agent_output, agent_state = map_nest(torch.clone, outputs)
                         action = agent_output["action"]
-                        agent_output["action"] = explore(action, model.num_actions, epsilon)
+                        values = agent_output["policy_logits"]
+                        agent_output["action"] = explore(action, values, epsilon)
                         agent_output = {k: v.squeeze(0).numpy() for k, v in agent_output.items()}
                         environments.step(agent_output["action"])
                     rollout_buffers.write_row(rows, indices, t, row | agent_output)
@@ -595,13 +597,10 @@ def resolve(flags, observation_space, action_space, frames_per_step=1):
         flags.burn_in, flags.sequence_length = 0, 1
     if flags.value_rescaling and flags.num_atoms > 1:
         raise FlagError("--value_rescaling rescales values, not distributions: add --num_atoms 1")
-    device = devices.get_device(flags)
     flags.num_buffers = None
-    machine.choose_actors(flags, has_gpu=device.type == "cuda")  # num_actors, envs_per_actor
+    has_gpu = devices.get_device(flags).type == "cuda"
+    machine.choose_actors(flags, has_gpu)  # num_actors, envs_per_actor
     flags.num_buffers = 2 * flags.num_actors * flags.envs_per_actor
-    # Actors compute on the CPU.
-    is_image = nets.may_be_image(observation_space)
-    devices.choose_precision(flags, is_image, [device, torch.device("cpu")])
     return flags
 
 
@@ -622,9 +621,11 @@ def train(flags):
         ("environment", torch.int64), ("is_first", torch.bool), ("exploration", torch.float32)
     ):  # fmt: skip
         buffers[name] = torch.zeros(flags.num_buffers, dtype=dtype).share_memory_()
-    optimizer, decay = create_optimizer(flags, model.to(devices.get_device(flags)))
+    device = devices.get_device(flags)
+    devices.choose_precision(flags, model, [device, torch.device("cpu")])  # that of actors
+    optimizer, decay = create_optimizer(flags, model.to(device))
     # Actors wait for the learner most of the time. More threads slow small nets down.
-    num_threads = 1 if model.image is None else machine.count_cores()
+    num_threads = machine.count_cores() if model.observations.images else 1
     learner = Learner(model, optimizer, decay, weights, num_threads)
     rollout_rows = flags.replay_ratio * flags.unroll_length
     feed = ReplayFeed(

@@ -36,7 +36,7 @@ import atari_wrappers
 import vtrace
 from beast.actors.collect import collect
 from beast.actors.weights import Version
-from beast.envs import atari_games
+from beast.envs import gym_envs
 from beast.envs.environments import Environments, try_out
 from beast.envs.parallel import ParallelEnvironments
 from beast.errors import FlagError
@@ -45,7 +45,6 @@ from beast.gossip.agents import Agents
 from beast.gossip.population import AgentMemory, Consensus, Population, flatten, make_equal
 from beast.learners import devices, nets
 from beast.learners.learner import Learner, create_state, raise_squares
-from beast.learners.normalizer import OneHot
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
 from beast.processes.fork_server import start_fork_server
@@ -105,6 +104,7 @@ rmsprop.add_argument("--epsilon", default=1e-5, type=positive(float),
 rmsprop.add_argument("--grad_norm_clipping", default=0.5, type=positive(float),
                      help="Largest gradient norm of the loss, a mean over transitions.")
 
+gym_envs.add_flags(parser)
 atari_wrappers.add_flags(parser)
 # fmt: on
 
@@ -113,31 +113,25 @@ GRADIENT_INTERVAL = 500  # steps of an environment between two measurements of g
 
 def create_env(flags):
     """Return one environment with a Discrete action space."""
-    if flags.env.startswith("MinAtar/") and flags.env not in gym.registry:
-        from minatar.gym import register_envs
-
-        register_envs()
-    if atari_games.is_game(flags.env):
+    if gym_envs.is_game(flags.env):
         return atari_wrappers.create_atari(flags, flags.render_mode)
-    return gym.make(flags.env, render_mode=flags.render_mode)
+    return gym_envs.create(flags)
 
 
 class Net(nn.Module):
-    """Policy and baseline: convolutions for images, two perceptrons for all else, as a vector.
+    """Policy and baseline: convolutions for images, two perceptrons where there are none.
 
     With a shared perceptron, the baseline's large errors dominate, and CartPole stays at 67.
     """
 
     def __init__(self, observation_space, num_actions):
         super().__init__()
-        self.image = nets.find_image(observation_space)
-        self.is_image = self.image is not None
-        if self.is_image:
-            self.trunk, size = nets.image_trunk(self.image)
-        else:
-            self.one_hot = OneHot(observation_space)
-            self.trunk, size = nets.vector_trunk(self.one_hot.size), 64
-            self.baseline_trunk = nets.vector_trunk(self.one_hot.size)
+        self.observations = nets.Observations(observation_space)  # splits frames
+        self.knows_bf16 = bool(self.observations.images)  # the last layers stay in float32
+        self.trunk = nets.Trunk(self.observations, nets.shallow_conv)
+        size, self.baseline_trunk = self.trunk.size, None
+        if not self.observations.images:
+            self.baseline_trunk = nets.Trunk(self.observations, nets.shallow_conv)
         self.policy, self.baseline = nn.Linear(size, num_actions), nn.Linear(size, 1)
         nets.initialize([self.policy], 0.01)
         nets.initialize([self.baseline], 1.0)
@@ -160,12 +154,13 @@ class Net(nn.Module):
         map_nest(parts.append, inputs["frame"])
         T, N = parts[0].shape[:2]
         frame = map_nest(lambda x: x.flatten(0, 1), inputs["frame"])
-        x = nets.scale_image(frame, self.image) if self.is_image else self.one_hot(frame)
-        features = self.trunk(x)
-        baseline_features = features if self.is_image else self.baseline_trunk(x)
+        x = self.observations(frame)
+        features = baseline_features = self.trunk(*x)
+        if self.baseline_trunk is not None:
+            baseline_features = self.baseline_trunk(*x)
         # Probabilities and values are computed in full precision.
-        with torch.autocast(x.device.type, enabled=False):
-            policy_logits = self.policy(features.float())
+        with torch.autocast(features.device.type, enabled=False):
+            policy_logits = self.observations.mask(self.policy(features.float()), frame)
             baseline = self.baseline(baseline_features.float())
         action = policy_logits
         if self.training:
@@ -393,9 +388,6 @@ def resolve(flags, observation_space, action_space, frames_per_step):
             f"the action space is {action_space}, not Discrete: edit Net and compute_loss for it"
         )
     flags = argparse.Namespace(**vars(flags) | {"frames_per_step": frames_per_step})
-    devices.choose_precision(
-        flags, nets.may_be_image(observation_space), [devices.get_device(flags)]
-    )
     return flags
 
 
@@ -413,6 +405,7 @@ def train(flags):
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
     net, (rows, outputs, _) = nets.create_net(Net, *spaces, **net_arguments(flags))
     make_net = functools.partial(Net, spaces[0], sample.num_actions, **net_arguments(flags))
+    devices.choose_precision(flags, net, [devices.get_device(flags)])
     population = Population(net, flags.num_agents)
     optimizer = create_optimizer(flags, population)
     learner = Learner(population, optimizer, lambda step: 1.0, Version())

@@ -15,7 +15,7 @@
        +--------------------<--------------------------+
                  weights, as one consistent version
 
-To change the model, edit AtariNet; the loss, compute_loss; the environment, create_env; the
+To change the model, edit Net; the loss, compute_loss; the environment, create_env; the
 optimizer, create_optimizer; what is logged, the metrics that compute_loss and learn return.
 
 Shapes: T unroll length, B batch size, N environments an actor, A actions. A rollout has T + 1
@@ -37,6 +37,7 @@ import vtrace
 from beast.actors import rollout_buffers
 from beast.actors.actors import Actors
 from beast.actors.weights import SharedWeights
+from beast.envs import gym_envs
 from beast.envs.environments import create_environments, try_out
 from beast.flags import create_parser, parse_flags, run_program
 from beast.learners import devices, learner_group, nets, rollout_replay
@@ -95,48 +96,35 @@ rmsprop.add_argument("--grad_norm_clipping", default=40.0, type=positive(float),
                      help="Largest gradient norm of the loss, which is summed over the batch.")
 
 rollout_replay.add_flags(parser)
+gym_envs.add_flags(parser)
 atari_wrappers.add_flags(parser)
 # fmt: on
 
 
 def create_env(flags):
     """Return one environment with a Discrete action space."""
-    return atari_wrappers.create_atari(flags, flags.render_mode)
+    if gym_envs.is_game(flags.env):
+        return atari_wrappers.create_atari(flags, flags.render_mode)
+    return gym_envs.create(flags)
 
 
-class AtariNet(nn.Module):
-    """The shallow Atari network, with an optional LSTM: policy logits and baseline."""
-
-    knows_bf16 = True  # its last layers stay in float32; else --precision is fp32 by default
+class Net(nn.Module):
+    """Policy logits and baseline: convolutions, or a perceptron, and then, if any, an LSTM."""
 
     def __init__(self, observation_space, num_actions, use_lstm=False):
         super().__init__()
-        self.image = nets.find_image(observation_space)
-        if self.image is None:
-            raise ValueError("frames are not images of np.uint8: convert them in create_env")
         self.num_actions = num_actions
-        self.conv = nn.Sequential(
-            nets.CenteredConv2d(self.image.channels, 32, kernel_size=8, stride=4),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(32, 64, kernel_size=4, stride=2),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(64, 64, kernel_size=3, stride=1),
-            nn.ReLU(inplace=True),
-        )
-        with torch.no_grad():
-            num_features = self.conv(torch.zeros(1, *self.image[:3])).numel()
-        self.fc = nn.Linear(num_features, 512)
-        core_size = 512 + num_actions + 1
+        self.observations = nets.Observations(observation_space)  # splits frames
+        self.knows_bf16 = bool(self.observations.images)  # the last layers stay in float32
+        self.trunk = nets.Trunk(self.observations, nets.shallow_conv)
+        core_size = self.trunk.size + num_actions + 1
         self.lstm = nn.LSTM(core_size, 256) if use_lstm else None
         if use_lstm:
             core_size = 256
         self.policy = nn.Linear(core_size, num_actions)
         self.baseline = nn.Linear(core_size, 1)
-        # With initial weights as small as PyTorch's, the first updates push most ReLUs below zero.
-        gains = {layer: 2**0.5 for layer in self.conv if isinstance(layer, nn.Conv2d)}
-        gains |= {self.fc: 2**0.5, self.policy: 0.01, self.baseline: 1.0}
-        for layer, gain in gains.items():
-            nets.initialize([layer], gain)
+        nets.initialize([self.policy], 0.01)
+        nets.initialize([self.baseline], 1.0)
         self.to(memory_format=torch.channels_last)  # faster convolutions, on CPU and GPU
 
     def initial_state(self, batch_size):
@@ -156,9 +144,8 @@ class AtariNet(nn.Module):
           A dict of policy_logits [T, B, A], baseline [T, B] and action [T, B] (sampled in training
           mode, else the most probable), and the recurrent state after the last row.
         """
-        x = nets.scale_image(inputs["frame"].flatten(0, 1), self.image)  # [T * B, C, H, W]
-        x = self.conv(x).permute(0, 2, 3, 1)  # as it lies in memory: no copy, and none backward
-        x = F.relu(self.fc(x.flatten(1)))
+        frame = map_nest(lambda x: x.flatten(0, 1), inputs["frame"])
+        x = self.trunk(*self.observations(frame))
         # Probabilities and values are computed in full precision.
         with torch.autocast(x.device.type, enabled=False):
             return self.core(x.float(), inputs, agent_state)
@@ -180,7 +167,8 @@ class AtariNet(nn.Module):
                 outputs.append(output)
             x = torch.cat(outputs).flatten(0, 1)
 
-        policy_logits = self.policy(x)  # [T * B, A]
+        frame = map_nest(lambda x: x.flatten(0, 1), inputs["frame"])
+        policy_logits = self.observations.mask(self.policy(x), frame)  # [T * B, A]
         baseline = self.baseline(x)
         if self.training:
             # By Gumbel's trick: multinomial would fail on a NaN, which the learner is to report.
@@ -193,9 +181,6 @@ class AtariNet(nn.Module):
             "baseline": baseline.view(T, B),
             "action": action.view(T, B),
         }, agent_state
-
-
-Net = AtariNet  # what is trained
 
 
 def net_arguments(flags):
@@ -385,9 +370,6 @@ def resolve(flags, frames_per_step=1, rollout_bytes=0):
     machine.choose_actors(flags, has_gpu=device.type == "cuda")  # num_actors, envs_per_actor
     rollout_buffers.choose_buffers(flags)  # num_buffers
     machine.fit_actors(flags, rollout_bytes)  # fewer of all three
-    # Actors compute on the CPU.
-    knows_bf16 = getattr(Net, "knows_bf16", False)
-    devices.choose_precision(flags, knows_bf16, [device, torch.device("cpu")])
     return flags
 
 
@@ -403,9 +385,11 @@ def train(flags):
         model, (rows, outputs, state) = nets.create_net(Net, *spaces, **net_arguments(flags))
         rollout_bytes = rollout_buffers.count_bytes(flags, rows, outputs, state)
         flags = resolve(flags, sample.frame_skip, rollout_bytes)
+    device = devices.get_device(flags)
+    devices.choose_precision(flags, model, [device, torch.device("cpu")])  # that of actors
     weights = SharedWeights(model)
     buffers = rollout_buffers.create_buffers(flags, rows, outputs, state)
-    optimizer, decay = create_optimizer(flags, model.to(devices.get_device(flags)))
+    optimizer, decay = create_optimizer(flags, model.to(device))
     num_threads = max(1, machine.count_cores() - flags.num_actors)
     learner = Learner(model, optimizer, decay, weights, num_threads)
     replay = rollout_replay.RolloutReplay(flags)

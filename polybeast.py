@@ -15,7 +15,7 @@
                                  learner queue --- batches ---> learner threads: V-trace, loss,
                                                                 RMSProp
 
-To change the model, edit AtariNet; the loss, compute_loss; the environment, create_env in
+To change the model, edit Net; the loss, compute_loss; the environment, create_env in
 polybeast_env.py; the optimizer, create_optimizer; what is logged, the metrics that compute_loss
 and learn return.
 
@@ -36,6 +36,7 @@ from torch import nn
 import atari_wrappers
 import vtrace
 from beast.actors.weights import LocalWeights
+from beast.envs import gym_envs
 from beast.errors import FlagError
 from beast.flags import add_server_flags, create_parser, parse_flags, run_program
 from beast.learners import devices, learner_group, nets, rollout_replay
@@ -94,6 +95,7 @@ rmsprop.add_argument("--grad_norm_clipping", default=40.0, type=positive(float),
                      help="Largest gradient norm of the loss, which is summed over the batch.")
 
 rollout_replay.add_flags(parser)
+gym_envs.add_flags(parser)
 atari_wrappers.add_flags(parser)
 # fmt: on
 
@@ -112,18 +114,7 @@ class ResidualBlock(nn.Module):
         return x + self.conv2(F.relu(self.conv1(F.relu(x)), inplace=True))
 
 
-def shallow_trunk(num_channels):
-    return nn.Sequential(
-        nets.CenteredConv2d(num_channels, 32, kernel_size=8, stride=4),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(32, 64, kernel_size=4, stride=2),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(64, 64, kernel_size=3, stride=1),
-        nn.ReLU(inplace=True),
-    )
-
-
-def deep_trunk(num_channels):
+def deep_conv(num_channels):
     layers = []
     for num_features in (16, 32, 32):
         conv = nn.Conv2d if layers else nets.CenteredConv2d
@@ -137,38 +128,30 @@ def deep_trunk(num_channels):
     return nn.Sequential(*layers, nn.ReLU(inplace=True))
 
 
-class AtariNet(nn.Module):
-    """An Atari network, with an optional LSTM: policy logits and baseline.
+class Net(nn.Module):
+    """Policy logits and baseline: convolutions, or a perceptron, and then, if any, an LSTM.
 
     `model` is "deep" (residual blocks, Espeholt et al. 2018, figure 3) or "shallow".
     """
 
-    knows_bf16 = True  # its last layers stay in float32; else --precision is fp32 by default
-
     def __init__(self, observation_space, num_actions, use_lstm=False, model="deep"):
         super().__init__()
-        self.image = nets.find_image(observation_space)
-        if self.image is None:
-            raise ValueError("frames are not images of np.uint8: convert them in create_env")
         self.num_actions = num_actions
-        trunk = deep_trunk if model == "deep" else shallow_trunk
-        self.conv = trunk(self.image.channels)
-        with torch.no_grad():
-            num_features = self.conv(torch.zeros(1, *self.image[:3])).numel()
-        hidden_size = 256 if model == "deep" else 512
-        self.fc = nn.Linear(num_features, hidden_size)
-        core_size = hidden_size + num_actions + 1
+        self.observations = nets.Observations(observation_space)  # splits frames
+        self.knows_bf16 = bool(self.observations.images)  # the last layers stay in float32
+        conv, num_features = (deep_conv, 256) if model == "deep" else (nets.shallow_conv, 512)
+        self.trunk = nets.Trunk(self.observations, conv, num_features)
+        for block in self.trunk.modules():
+            if isinstance(block, ResidualBlock):
+                nets.initialize([block.conv2], 0.0)
+        core_size = self.trunk.size + num_actions + 1
         self.lstm = nn.LSTM(core_size, 256) if use_lstm else None
         if use_lstm:
             core_size = 256
         self.policy = nn.Linear(core_size, num_actions)
         self.baseline = nn.Linear(core_size, 1)
-        # With initial weights as small as PyTorch's, the first updates push most ReLUs below zero.
-        gains = {layer: 2**0.5 for layer in self.conv.modules() if isinstance(layer, nn.Conv2d)}
-        gains |= {block.conv2: 0.0 for block in self.conv.modules() if hasattr(block, "conv2")}
-        gains |= {self.fc: 2**0.5, self.policy: 0.01, self.baseline: 1.0}
-        for layer, gain in gains.items():
-            nets.initialize([layer], gain)
+        nets.initialize([self.policy], 0.01)
+        nets.initialize([self.baseline], 1.0)
         self.to(memory_format=torch.channels_last)  # faster convolutions, on CPU and GPU
 
     def initial_state(self, batch_size):
@@ -188,9 +171,8 @@ class AtariNet(nn.Module):
           A dict of policy_logits [T, B, A], baseline [T, B] and action [T, B] (sampled in training
           mode, else the most probable), and the recurrent state after the last row.
         """
-        x = nets.scale_image(inputs["frame"].flatten(0, 1), self.image)  # [T * B, C, H, W]
-        x = self.conv(x).permute(0, 2, 3, 1)  # as it lies in memory: no copy, and none backward
-        x = F.relu(self.fc(x.flatten(1)))
+        frame = map_nest(lambda x: x.flatten(0, 1), inputs["frame"])
+        x = self.trunk(*self.observations(frame))
         # Probabilities and values are computed in full precision.
         with torch.autocast(x.device.type, enabled=False):
             return self.core(x.float(), inputs, agent_state)
@@ -212,7 +194,8 @@ class AtariNet(nn.Module):
                 outputs.append(output)
             x = torch.cat(outputs).flatten(0, 1)
 
-        policy_logits = self.policy(x)  # [T * B, A]
+        frame = map_nest(lambda x: x.flatten(0, 1), inputs["frame"])
+        policy_logits = self.observations.mask(self.policy(x), frame)  # [T * B, A]
         baseline = self.baseline(x)
         if self.training:
             # By Gumbel's trick: multinomial would fail on a NaN, which the learner is to report.
@@ -225,9 +208,6 @@ class AtariNet(nn.Module):
             "baseline": baseline.view(T, B),
             "action": action.view(T, B),
         }, agent_state
-
-
-Net = AtariNet  # what is trained
 
 
 def net_arguments(flags):
@@ -398,7 +378,6 @@ def resolve(flags):
             f"--max_learner_queue_size is {flags.max_learner_queue_size}, but a batch needs "
             f"--batch_size = {flags.batch_size} rollouts: give it at least that"
         )
-    devices.choose_precision(flags, getattr(Net, "knows_bf16", False), [device])
     return flags
 
 
@@ -419,6 +398,7 @@ def train(flags):
         flags = servers.adopt_env(flags, env_servers)  # env, frames_per_step
         spaces = env_servers.observation_space, env_servers.action_space
         model, _ = nets.create_net(Net, *spaces, **net_arguments(flags))
+        devices.choose_precision(flags, model, [device])
         initial_state = model.initial_state(1)
         optimizer, decay = create_optimizer(flags, model.to(device))
         learner = Learner(model, optimizer, decay, LocalWeights(model), num_threads)

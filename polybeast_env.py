@@ -18,6 +18,7 @@ import signal
 import sys
 
 import atari_wrappers
+from beast.envs import gym_envs
 from beast.envs.environments import create_environments, try_out
 from beast.parser import Parser, non_negative, positive
 from beast.processes.lifetime import start_logging
@@ -54,13 +55,16 @@ access = credentials.add_flags(parser)
 access.add_argument("--insecure", action="store_true",
                     help="Serve without token or TLS, to everybody who can reach the address.")
 
+gym_envs.add_flags(parser)
 atari_wrappers.add_flags(parser)
 # fmt: on
 
 
 def create_env(flags):
     """Return one environment with a Discrete action space."""
-    return atari_wrappers.create_atari(flags, flags.render_mode)
+    if gym_envs.is_game(flags.env):
+        return atari_wrappers.create_atari(flags, flags.render_mode)
+    return gym_envs.create(flags)
 
 
 def run_server(flags, address, seed=(), started=None, stop_signals=(), busy_since=None):

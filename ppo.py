@@ -36,14 +36,14 @@ import atari_wrappers
 import vtrace
 from beast.actors.collect import INPUTS, collect
 from beast.actors.weights import Version
-from beast.envs import atari_games
+from beast.envs import gym_envs
 from beast.envs.environments import Environments, try_out
 from beast.envs.parallel import EnvironmentGroups, check_groups
 from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
 from beast.learners import devices, nets
 from beast.learners.learner import Learner
-from beast.learners.normalizer import Normalizer, OneHot, RewardScaler, flatten
+from beast.learners.normalizer import Normalizer, RewardScaler
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
 from beast.processes.machine import count_cores
@@ -126,19 +126,16 @@ adam.add_argument("--epsilon", default=1e-5, type=positive(float), help="Adam ep
 adam.add_argument("--grad_norm_clipping", type=positive(float), help="Largest gradient norm of "
                   f"the loss, a mean over a minibatch. {default_of('grad_norm_clipping')}")
 
+gym_envs.add_flags(parser)
 atari_wrappers.add_flags(parser)
 # fmt: on
 
 
 def create_env(flags):
-    """Return one environment with a Discrete or a Box action space."""
-    if flags.env.startswith("MinAtar/") and flags.env not in gym.registry:
-        from minatar.gym import register_envs
-
-        register_envs()
-    if atari_games.is_game(flags.env):
+    """Return one environment with a Discrete, MultiDiscrete or Box action space."""
+    if gym_envs.is_game(flags.env):
         return atari_wrappers.create_atari(flags, flags.render_mode)
-    env = gym.make(flags.env, render_mode=flags.render_mode)
+    env = gym_envs.create(flags)
     if isinstance(space := env.action_space, gym.spaces.Box):
         if space.is_bounded():
             # RescaleAction may leave the bounds by a rounding error.
@@ -153,29 +150,28 @@ class Net(nn.Module):
     """Policy and baseline: convolutions for images, else a perceptron each, or a GRU on one.
 
     Args:
-      observation_space: find_image says what is an image; nests, too, are vectors, in which
-        Discrete parts are one-hot.
-      num_actions: of a Discrete action space; with `continuous` the parts of a Box.
+      num_actions: of a Discrete action space, or of each part of a MultiDiscrete one; with
+        `continuous` the parts of a Box.
       use_gru: whether a GRU follows, which policy and baseline share.
     """
 
     def __init__(self, observation_space, num_actions, continuous=False, use_gru=False):
         super().__init__()
         self.continuous = continuous
-        self.image = nets.find_image(observation_space)
-        self.is_image = self.image is not None
-        if self.is_image:
-            self.trunk, size = nets.image_trunk(self.image)
-            self.baseline_trunk = None  # policy and baseline share the trunk
-        else:
-            one_hot = OneHot(observation_space)
-            self.normalizer = Normalizer(one_hot.size, encode=one_hot)
-            self.trunk, size = nets.vector_trunk(one_hot.size), 64
-            self.baseline_trunk = None if use_gru else nets.vector_trunk(one_hot.size)
+        self.observations = nets.Observations(observation_space)  # splits frames
+        self.normalizer = Normalizer(self.observations.size)  # of vectors
+        self.knows_bf16 = bool(self.observations.images)  # the last layers stay in float32
+        self.trunk = nets.Trunk(self.observations, nets.shallow_conv)
+        size, self.baseline_trunk = self.trunk.size, None
+        if not self.observations.images and not use_gru:  # else policy and baseline share the trunk
+            self.baseline_trunk = nets.Trunk(self.observations, nets.shallow_conv)
         self.reward_scaler = RewardScaler()  # for --reward_scaling std
         self.gru = nn.GRU(size, 256) if use_gru else None
         size = 256 if use_gru else size
-        self.policy, self.baseline = nn.Linear(size, num_actions), nn.Linear(size, 1)
+        # Parts of MultiDiscrete actions have as many logits as the largest one; some are forbidden.
+        self.parts = num_actions if isinstance(num_actions, tuple) else ()
+        width = max(self.parts) * len(self.parts) if self.parts else num_actions
+        self.policy, self.baseline = nn.Linear(size, width), nn.Linear(size, 1)
         nets.initialize([self.policy], 0.01)
         nets.initialize([self.baseline], 1.0)
         if continuous:
@@ -195,26 +191,32 @@ class Net(nn.Module):
           agent_state: recurrent state before the first row.
 
         Returns:
-          A dict of policy_logits [T, N, A] (of continuous actions [T, N, 2 * A]: means, and
-          logarithms of standard deviations), baseline [T, N] and action (sampled in training mode,
-          else the most probable), and the recurrent state after the last row.
+          A dict of policy_logits [T, N, A] (of MultiDiscrete actions [T, N, parts, A]; of
+          continuous ones [T, N, 2 * A]: means, and logarithms of standard deviations), baseline
+          [T, N] and action (sampled in training mode, else the most probable), and the recurrent
+          state after the last row.
         """
         T, N = inputs["done"].shape
         frame = map_nest(lambda x: x.flatten(0, 1), inputs["frame"])
-        x = (
-            nets.scale_image(frame, self.image)
-            if self.is_image
-            else self.normalizer(flatten(frame))
-        )
-        features = self.trunk(x)
-        baseline_features = features if self.baseline_trunk is None else self.baseline_trunk(x)
+        images, vector = self.observations(frame)
+        x = images, None if vector is None else self.normalizer(vector)
+        features = baseline_features = self.trunk(*x)
+        if self.baseline_trunk is not None:
+            baseline_features = self.baseline_trunk(*x)
         # Probabilities and values are computed in full precision.
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(features.device.type, enabled=False):
             features, baseline_features = features.float(), baseline_features.float()
             if self.gru is not None:
                 features, agent_state = self.run_gru(features.view(T, N, -1), inputs, agent_state)
                 baseline_features = features
             policy_logits, baseline = self.policy(features), self.baseline(baseline_features)
+            if self.parts:
+                policy_logits = policy_logits.unflatten(1, (len(self.parts), max(self.parts)))
+                numbers = torch.arange(max(self.parts), device=policy_logits.device)
+                exists = numbers < torch.tensor(self.parts, device=numbers.device).unsqueeze(1)
+                policy_logits = torch.where(exists, policy_logits, nets.FORBIDDEN)
+            elif not self.continuous:
+                policy_logits = self.observations.mask(policy_logits, frame)
             action = policy_logits
             if self.continuous:
                 policy_logits = torch.cat([action, self.log_std.expand_as(action)], dim=1)
@@ -224,7 +226,7 @@ class Net(nn.Module):
                 if self.training:
                     # By Gumbel's trick: multinomial would fail on a NaN, which learn is to report.
                     action = action - torch.empty_like(action).exponential_().log()
-                action = action.argmax(dim=1)
+                action = action.argmax(dim=-1)
         outputs = {"policy_logits": policy_logits, "baseline": baseline[:, 0], "action": action}
         return {name: x.view(T, N, *x.shape[1:]) for name, x in outputs.items()}, agent_state
 
@@ -248,7 +250,9 @@ def net_arguments(flags):
 def distribution(policy_logits, continuous):
     """Return the policy as a torch.distributions.Distribution, of [T, N] actions."""
     if not continuous:
-        return torch.distributions.Categorical(logits=policy_logits, validate_args=False)
+        policy = torch.distributions.Categorical(logits=policy_logits, validate_args=False)
+        parts = policy_logits.dim() - 3  # 1 for MultiDiscrete actions
+        return torch.distributions.Independent(policy, parts, validate_args=False)
     mean, log_std = policy_logits.chunk(2, dim=-1)
     normal = torch.distributions.Normal(mean, log_std.exp(), validate_args=False)
     return torch.distributions.Independent(normal, 1, validate_args=False)
@@ -411,9 +415,10 @@ def learn(flags, model, rows, agent_states, optimizer):
     metrics["behavior_target_kl"] = last["behavior_target_kl"]
     if flags.penalty == "kl":
         metrics["kl_penalty"] = adapt_penalty(flags, model, batch, agent_states[0])
-    if not model.is_image:
+    _, vectors = model.observations(map_nest(lambda x: x[mask], batch["frame"]))
+    if vectors is not None:
         # Not sooner: with other moments, ratios would not begin at 1.
-        model.normalizer.update(flatten(map_nest(lambda x: x[mask], batch["frame"])))
+        model.normalizer.update(vectors)
     vs, values = batch["vs"], batch["values"]
     moments = diagnostics.from_importance_weights(torch.zeros_like(vs), vs, values, mask)
     metrics["explained_variance"] = diagnostics.to_floats(moments)["explained_variance"]
@@ -435,8 +440,6 @@ def play_and_learn(flags, learner, groups, sample_rows, run):
 def resolve(flags, observation_space, action_space, frames_per_step=1):
     """Return the flags as this run uses them; refuse those that contradict each other."""
     flags = argparse.Namespace(**vars(flags) | {"frames_per_step": frames_per_step})
-    if isinstance(action_space, gym.spaces.MultiDiscrete):
-        raise FlagError(f"the action space is {action_space}: edit Net and distribution for it")
     flags.continuous = isinstance(action_space, gym.spaces.Box)
     num_minibatches = flags.num_minibatches
     for name, values in DEFAULTS.items():
@@ -460,9 +463,6 @@ def resolve(flags, observation_space, action_space, frames_per_step=1):
             f"--num_minibatches is {flags.num_minibatches}, but a rollout has {most} {what}: give "
             f"at most {most}"
         )
-    devices.choose_precision(
-        flags, nets.may_be_image(observation_space), [devices.get_device(flags)]
-    )
     return flags
 
 
@@ -476,8 +476,11 @@ def train(flags):
     randomness.make_deterministic(flags)
     randomness.seed_generators([flags.seed])
     model, (rows, outputs, _) = nets.create_net(Net, *spaces, **net_arguments(flags))
-    optimizer, decay = create_optimizer(flags, model.to(devices.get_device(flags)))
-    num_threads = count_cores() if model.is_image else 1  # more slow small nets down
+    device = devices.get_device(flags)
+    devices.choose_precision(flags, model, [device])
+    optimizer, decay = create_optimizer(flags, model.to(device))
+    # More threads slow small nets down.
+    num_threads = count_cores() if model.observations.images else 1
     learner = Learner(model, optimizer, decay, Version(), num_threads)
 
     with contextlib.ExitStack() as stack, Run(flags, learner) as run:

@@ -36,13 +36,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from beast.actors.weights import Version
+from beast.envs import gym_envs
 from beast.envs.environments import Environments, try_out
 from beast.envs.parallel import EnvironmentGroups, check_groups
 from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
 from beast.learners import devices, nets
 from beast.learners.learner import Learner
-from beast.learners.normalizer import OneHot, flatten
+from beast.learners.observations import OneHot, find_image, flatten
 from beast.learners.replay import Replay
 from beast.learners.replay_feed import ReplayFeed, to_tensors
 from beast.nest import map_nest
@@ -116,12 +117,14 @@ loss.add_argument("--policy_delay", type=positive(int), help="Critic updates per
 adam = parser.add_argument_group("optimizer (Adam)")
 adam.add_argument("--learning_rate", type=positive(float),
                   help=f"Learning rate. {default_of('learning_rate')}")
+
+gym_envs.add_flags(parser)
 # fmt: on
 
 
 def create_env(flags):
     """Return one environment with a Box action space, in which actions are from -1 to 1."""
-    env = gym.make(flags.env, render_mode=flags.render_mode)
+    env = gym_envs.create(flags)
     if isinstance(space := env.action_space, gym.spaces.Box) and space.is_bounded():
         # RescaleAction may leave the bounds by a rounding error.
         clip = functools.partial(np.clip, a_min=space.low, a_max=space.high)
@@ -186,6 +189,8 @@ class Net(nn.Module):
       observation_space: nests, too, are vectors, in which Discrete parts are one-hot.
       num_actions: A, the parts of an action.
     """
+
+    knows_bf16 = True  # last layers stay in float32
 
     def __init__(self, observation_space, num_actions, algorithm, num_critics, exploration_noise):
         super().__init__()
@@ -403,7 +408,7 @@ def resolve(flags, observation_space, action_space, frames_per_step=1):
             f"the action space is {action_space}, but this needs a bounded Box: dqn.py takes "
             "Discrete ones, ppo.py both"
         )
-    if nets.may_be_image(observation_space):
+    if find_image(observation_space):
         raise FlagError(f"observations are images, {observation_space}: give Net convolutions")
     for name, values in DEFAULTS.items():
         if getattr(flags, name) is None:
@@ -412,7 +417,6 @@ def resolve(flags, observation_space, action_space, frames_per_step=1):
         flags.target_entropy = -float(np.prod(action_space.shape))
     flags.num_groups = 1
     check_groups(flags)
-    devices.choose_precision(flags, True, [devices.get_device(flags)])
     return flags
 
 
@@ -427,7 +431,9 @@ def train(flags):
     randomness.seed_generators([flags.seed])
     model, (rows, _, state) = nets.create_net(Net, *spaces, **net_arguments(flags))
     replay = create_replay(flags, rows, state)
-    optimizers, decay = create_optimizers(flags, model.to(devices.get_device(flags)))
+    device = devices.get_device(flags)
+    devices.choose_precision(flags, model, [device])
+    optimizers, decay = create_optimizers(flags, model.to(device))
     num_threads = min(MAX_THREADS, machine.count_cores())
     learner = Learner(model, optimizers, decay, Version(), num_threads)
     ratio = flags.replay_ratio

@@ -15,6 +15,7 @@ from program import HELPERS, ROOT, Program, column, last_step, load, read_rows, 
 
 import dqn
 from beast.errors import FlagError
+from beast.learners import nets
 from beast.learners.replay import Replay
 from beast.learners.replay_feed import ReplayFeed, to_tensors
 
@@ -99,7 +100,8 @@ def test_a_dueling_net_adds_advantages_whose_mean_is_zero():
     model, _ = create_nets(flags)
     inputs = {"frame": torch.randn(2, 3, 4), "done": torch.zeros(2, 3, dtype=torch.bool)}
     values = model(inputs, ())[0]["policy_logits"]
-    expected = model.value(model.trunk(inputs["frame"].flatten(0, 1))).view(2, 3)
+    features = model.trunk(*model.observations(inputs["frame"].flatten(0, 1)))
+    expected = model.value(features).view(2, 3)
     torch.testing.assert_close(values.mean(dim=-1), expected)
 
 
@@ -242,10 +244,12 @@ def test_epsilons_are_those_of_their_flags():
     given = dqn.final_epsilons(parse("--use_lstm --final_epsilon 0.2 --envs_per_actor 1"))
     assert given.tolist() == pytest.approx([0.2] * 2)
     torch.manual_seed(0)
+    values = torch.tensor([1, 0.5, -1, nets.FORBIDDEN, -torch.inf]).expand(100_000, 2, 5)
     action = torch.zeros(100_000, 2, dtype=torch.int64)
-    explored = dqn.explore(action, 4, torch.tensor([0.0, 0.4]))
+    explored = dqn.explore(action, values, torch.tensor([0.0, 0.6]))
     assert not explored[:, 0].any()
-    assert (explored[:, 1] != 0).double().mean().item() == pytest.approx(0.3, abs=0.01)
+    shares = torch.bincount(explored[:, 1], minlength=5) / 100_000
+    assert shares.tolist() == pytest.approx([0.6, 0.2, 0.2, 0, 0], abs=0.01)
 
 
 class Feeding:

@@ -6,6 +6,7 @@ import ast
 import pytest
 import torch
 from batches import SPACE, A, make_batch
+from catch import MonoNet
 from program import ROOT
 from small_run import parse
 
@@ -20,21 +21,22 @@ from beast.runs.checkpoint_writer import Writer
 # What has the same name in two programs and is not the same; all else of one name is equal.
 OWN = {"net_arguments", "resolve", "train"}
 LEARNING = OWN | {"compute_loss", "create_optimizer", "learn"}
+NET = {"Net.__init__", "Net.forward", "Net.initial_state"}
 DIFFERENT = {
-    ("gala", "monobeast"): LEARNING | {"create_env", "main"},
-    ("gala", "polybeast"): LEARNING | {"main"},
-    ("gala", "ppo"): LEARNING
-    | {"Net.__init__", "Net.forward", "Net.initial_state", "create_env", "main"},
-    ("monobeast", "polybeast"): OWN | {"AtariNet.__init__", "batch_and_learn"},
-    ("monobeast", "ppo"): LEARNING | {"create_env"},
-    ("polybeast", "ppo"): LEARNING,
+    ("gala", "monobeast"): LEARNING | NET | {"main"},
+    ("gala", "polybeast"): LEARNING | NET | {"main"},
+    ("gala", "ppo"): LEARNING | NET | {"create_env", "main"},
+    ("gala", "dqn"): LEARNING | NET | {"main"},
+    ("monobeast", "polybeast"): OWN | {"Net.__init__", "batch_and_learn"},
+    ("monobeast", "ppo"): LEARNING | NET | {"create_env"},
+    ("polybeast", "ppo"): LEARNING | NET,
 }
 
 
 def make_nets(use_lstm):
     """Return MonoBeast's net and PolyBeast's, of the same random weights."""
-    mono = monobeast.AtariNet(SPACE, A, use_lstm)
-    poly = polybeast.AtariNet(SPACE, A, use_lstm, model="shallow")
+    mono = MonoNet(SPACE, A, use_lstm)
+    poly = polybeast.Net(SPACE, A, use_lstm, model="shallow")
     for parameter in mono.parameters():  # not the last layer's small weights: a real policy
         torch.nn.init.normal_(parameter, std=0.05)
     poly.load_state_dict(mono.state_dict())
@@ -111,7 +113,7 @@ def test_duplicates_in_programs_are_equal(programs):
     different = {name for name in one.keys() & other.keys() if one[name] != other[name]}
     assert different == DIFFERENT[programs]
     shared = read_functions(ROOT / "beast/learners/nets.py")
-    assert "image_trunk" in shared and "CenteredConv2d.forward" in shared
+    assert "shallow_conv" in shared and "CenteredConv2d.forward" in shared
     assert not (one.keys() | other.keys()) & shared.keys()
 
 

@@ -98,11 +98,11 @@ def test_images_are_seen_with_their_channels_first_or_last(program, shape, dtype
         np.random.default_rng(0).integers(2, size=(2, 3, *shape)).astype(dtype)
     )
     net = program.Net(gym.spaces.Box(0, 1 if dtype is bool else 255, shape, dtype), 5)
-    assert net.trunk[0].weight.numel() == num_weights
+    assert net.trunk.convs[0][0].weight.numel() == num_weights
     outputs, _ = net({"frame": image, "done": torch.zeros(2, 3, dtype=torch.bool)}, ())
     assert outputs["policy_logits"].shape == (2, 3, 5)
     first = shape if shape[0] < shape[-1] else (shape[-1], *shape[:-1])
-    assert program.nets.scale_image(image[0]).shape == (3, *first)
+    assert net.observations(image[0])[0][0].shape == (3, *first)
 
 
 def gradients(model, flags, rows):
@@ -698,11 +698,12 @@ def test_nests_are_learned_from_and_evaluations_leave_moments():
     for _ in range(3):
         batch = next(batches)
         mask = ~batch.rows["truncated"][:-1]
-        frames.append(ppo.flatten(map_nest(lambda x, m=mask: x[:-1][m], batch.rows["frame"])))
+        frame = map_nest(lambda x, m=mask: x[:-1][m], batch.rows["frame"])
+        frames.append(model.observations(frame)[1])
         metrics = ppo.learn(flags, model, batch.rows, batch.agent_state, optimizer)
         assert is_finite(metrics) and metrics["behavior_target_kl"] > 0
     mean = torch.cat(frames).double().mean(0)
-    assert len(mean) == 52  # a board of 10 x 5, and two numbers
+    assert len(mean) == 2 and len(model.observations.images) == 1  # a board, and two numbers
     torch.testing.assert_close(model.normalizer.mean, mean)
     before = map_nest(torch.clone, model.state_dict())
     games = list(evaluate.play(environments, model.eval(), 2))

@@ -12,6 +12,7 @@ import numpy as np
 from beast.envs.ale_vector import AtariEnvironments
 from beast.envs.spaces import (
     action_range,
+    check_mask,
     count_actions,
     empty_actions,
     empty_observation,
@@ -49,7 +50,8 @@ def try_out(environments, num_steps=10):
     environments.watched_steps = num_steps + 1
     row = environments.initial()
     for _ in range(num_steps):
-        environments.step(random_actions(environments.action_space, environments.num_envs, random))
+        space, num_envs = environments.action_space, environments.num_envs
+        environments.step(random_actions(space, num_envs, random, environments.row["frame"]))
     return row
 
 
@@ -241,6 +243,7 @@ class Environments:
                     )
         try:
             count_actions(first.action_space)
+            check_mask(first.observation_space, first.action_space)
             empty_observation(first.observation_space, 0)
         except EnvError as error:
             raise EnvError(f"{self.name}: {error}") from None

@@ -12,6 +12,7 @@ from beast.errors import EnvError
 # Of spaces that another machine names: bytes of an observation, as of a message, and actions.
 MAX_BYTES, MAX_ACTIONS = 2**28, 2**20
 MAX_DEPTH = 32  # of nests, as in messages
+ACTION_MASK = "action_mask"  # the key, in a Dict or in info, of which actions are allowed
 
 
 def _check_package(space, name):
@@ -120,8 +121,28 @@ def to_action(space, action):
     return np.clip(action.astype(space.dtype), space.low, space.high)
 
 
-def random_actions(space, num_envs, random):
-    """Return a batch of actions of `space`, as agents choose them, from a NumPy generator."""
+def check_mask(observation_space, action_space):
+    """Raise an EnvError if a Dict has an action mask that does not fit the actions."""
+    if not isinstance(observation_space, gym.spaces.Dict) or ACTION_MASK not in observation_space:
+        return
+    mask = observation_space[ACTION_MASK]
+    size = int(action_space.n) if isinstance(action_space, gym.spaces.Discrete) else None
+    if size is None or mask.shape != (size,):
+        raise EnvError(
+            f"observation['{ACTION_MASK}'] is {mask}, but the action space is {action_space}: a "
+            "mask has a number for each of Discrete actions; give it another key if it is none"
+        )
+
+
+def random_actions(space, num_envs, random, frame=None):
+    """Return a batch of actions of `space`, as agents choose them, from a NumPy generator.
+
+    Args:
+      frame: a batch of observations, whose action mask, if any, is obeyed.
+    """
+    if isinstance(frame, dict) and ACTION_MASK in frame:
+        allowed = frame[ACTION_MASK] != 0
+        return np.where(allowed, random.random(allowed.shape), -1).argmax(axis=1)
     actions, (least, largest) = empty_actions(space, num_envs), action_range(space)
     if isinstance(space, gym.spaces.Box):
         actions[:] = random.standard_normal(actions.shape)

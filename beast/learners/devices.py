@@ -63,13 +63,14 @@ def time_of_product(dtype):
     return min(times)
 
 
-def choose_precision(flags, knows_bf16, devices):
+def choose_precision(flags, model, devices):
     """Set flags.precision if not given: bf16 if the net supports it and a device is faster in it.
 
     The other devices compute in fp32 then; flags.fp32_devices has their types.
 
     Args:
-      knows_bf16: whether the net supports bf16: its last layers stay in float32.
+      model: its attribute knows_bf16 says whether it supports bf16: its last layers stay in
+        float32.
       devices: of the learner and of the actors or inference.
     """
     slow = {device.type for device in devices if not has_bf16(device)}
@@ -77,6 +78,7 @@ def choose_precision(flags, knows_bf16, devices):
     if flags.precision is None:
         flags.chosen = [*flags.chosen, "precision"]
         some_fast = len(slow) < len({device.type for device in devices})
+        knows_bf16 = getattr(model, "knows_bf16", False)
         flags.precision = "bf16" if some_fast and knows_bf16 else "fp32"
         flags.fp32_devices = sorted(slow) if flags.precision == "bf16" else []
     elif flags.precision == "bf16" and slow:

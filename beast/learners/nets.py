@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creating a net for an environment and checking that they fit; image formats; shared layers."""
+"""Creating a net for an environment and checking that they fit; layers that programs share."""
 
 import inspect
-from typing import NamedTuple
+import logging
 
 import gymnasium as gym
 import numpy as np
@@ -14,11 +14,12 @@ from beast.envs.spaces import count_actions, empty_actions, empty_observation
 from beast.errors import FlagError
 from beast.learners import learner_group
 from beast.learners.exchange import describe_net
+from beast.learners.observations import FORBIDDEN, Observations  # noqa: F401 - programs use both
 from beast.nest import map_nest
 from libtorchbeast.rows import DTYPES
 
 STORED = {"policy_version", "actor"}  # stored beside rows and outputs
-LARGEST_PIXEL = 2**16 - 1  # beyond it, bounds say what a dtype can hold, not what pixels are
+MIN_SIZE = 36  # the fewest pixels each way that the convolutions for Atari take
 T, B = 2, 3  # sample sizes; with T = B = 1 a transposed answer would pass
 
 
@@ -64,6 +65,9 @@ def create_net(net_class, observation_space, action_space, **arguments):
     _check_outputs(outputs, rows, action_space, where)
     _check_state(state, new_state, where)
     learner_group.current().check_same("net", describe_net(model))
+    for module in model.modules():
+        if isinstance(module, Observations):
+            logging.info("An observation is %s", module.describe())
     return model, (rows, outputs, new_state)
 
 
@@ -141,77 +145,6 @@ def _check_state(state, new_state, where):
         raise FlagError(f"{where} returns a state unlike its initial_state: {error!r}") from None
 
 
-class Image(NamedTuple):
-    channels: int
-    height: int
-    width: int
-    is_channels_last: bool  # [H, W, C], not [C, H, W]
-    scale: float  # the largest absolute value of a pixel
-
-
-def may_be_image(space):
-    """Return whether a space is a Box of integers or bools of three dimensions."""
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 3:
-        return False
-    return space.dtype.kind in "biu" and 0 not in space.shape
-
-
-def find_image(space, channels_last=None):
-    """Return the Image that observations of a space are; None where they are none.
-
-    Images are Boxes of integers or bools of three dimensions. If two sides are equal, the third
-    is the channels; if all are equal, the last, as in Gymnasium and MinAtar. Otherwise it is
-    the first or last side, if that is clearly the shortest.
-
-    Args:
-      channels_last: whether an image is [H, W, C], if its shape does not show it.
-
-    Raises:
-      ValueError: the space does not show where the channels are, or how large pixels can be.
-    """
-    if not may_be_image(space):
-        return None
-    first, middle, last = space.shape
-    end, other = sorted((first, last))
-    if channels_last is None:
-        if middle in (first, last):
-            channels_last = middle == first
-        elif end < middle and (end <= 4 < other or 2 * end <= min(middle, other)):
-            channels_last = last == end
-        else:
-            raise ValueError(
-                f"the channels of {space} may be first or last: in the net, call "
-                "find_image(observation_space, channels_last=True), or False"
-            )
-    scale = max(np.abs(bound.astype(np.float64)).max() for bound in (space.low, space.high))
-    if scale > LARGEST_PIXEL:
-        raise ValueError(
-            f"the pixels of {space} may be as large as {scale:.3g}, so their scale is not known: "
-            "give the Box the bounds of what it holds"
-        )
-    channels, *size = (last, first, middle) if channels_last else space.shape
-    return Image(channels, *size, channels_last, float(scale) or 1.0)
-
-
-def scale_image(x, image=None):
-    """Return images [N, ...] as [N, C, H, W], at most 1, in the dtype of the convolutions.
-
-    Args:
-      image: of find_image; by default derived from x's shape and dtype.
-    """
-    if image is None:
-        dtype = torch.empty(0, dtype=x.dtype).numpy().dtype
-        low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-        image = find_image(gym.spaces.Box(low, high, tuple(x.shape[1:]), dtype))
-    if image.is_channels_last:
-        x = x.movedim(-1, 1)
-    if torch.is_autocast_enabled(x.device.type):  # one cast instead of two, by way of float32
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    elif x.dtype != torch.uint8:  # a copy of uint8 is smaller
-        x = x.float()
-    return x.contiguous(memory_format=torch.channels_last) / image.scale
-
-
 class CenteredConv2d(nn.Conv2d):
     """Conv2d with zero-mean filters, which ignore uniform background.
 
@@ -233,23 +166,59 @@ def initialize(layers, gain):
     return layers
 
 
-def image_trunk(image):
-    """Return convolutions for images [C, H, W], an Image, and their number of features."""
-    sample = torch.zeros(1, image.channels, image.height, image.width)
-    if min(image.height, image.width) >= 36:
-        layers, num_features = [(image.channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
-    else:  # MinAtar's 10 x 10
-        layers, num_features = [(image.channels, 16, 3, 1)], 128
-    trunk = nn.Sequential()
-    for num_inputs, num_filters, width, stride in layers:
-        conv = CenteredConv2d if len(layers) > 1 and not len(trunk) else nn.Conv2d
-        trunk.extend([conv(num_inputs, num_filters, width, stride), nn.ReLU(inplace=True)])
-    trunk.append(nn.Flatten())
-    trunk.extend([nn.Linear(trunk(sample).shape[1], num_features), nn.ReLU(inplace=True)])
-    return initialize(trunk, 2**0.5), num_features
+class Trunk(nn.Module):
+    """From observations to features: convolutions for images, a perceptron for the vector.
+
+    Args:
+      observations: an Observations, by which `forward` gets its arguments.
+      conv: called with the number of channels; returns convolutions for images of MIN_SIZE pixels
+        and more each way. Smaller ones, such as MinAtar's, get one layer of 16 filters.
+      num_features: of a large image; others have 128, vectors 64.
+
+    Attributes:
+      size: features in all.
+    """
+
+    def __init__(self, observations, conv, num_features=512):
+        super().__init__()
+        self.convs, self.layers, self.size = nn.ModuleList(), nn.ModuleList(), 0
+        for image in observations.images:
+            is_large = min(image.height, image.width) >= MIN_SIZE
+            layers = conv(image.channels) if is_large else small_conv(image.channels)
+            with torch.no_grad():
+                size = layers(torch.zeros(1, *image[:3])).numel()
+            self.convs.append(layers)
+            self.layers.append(nn.Linear(size, num_features if is_large else 128))
+            self.size += self.layers[-1].out_features
+        initialize([*self.convs.modules(), *self.layers], 2**0.5)
+        self.perceptron = None
+        if observations.size:
+            layers = nn.Linear(observations.size, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()
+            self.perceptron = nn.Sequential(*initialize(layers, 2**0.5))
+            self.size += 64
+
+    def forward(self, images, vector):
+        """Return features [N, size]."""
+        features = []
+        for conv, layer, x in zip(self.convs, self.layers, images, strict=True):
+            x = conv(x).permute(0, 2, 3, 1)  # as it lies in memory: no copy, and none backward
+            features.append(F.relu(layer(x.flatten(1))))
+        if self.perceptron is not None:
+            features.append(self.perceptron(vector))
+        return features[0] if len(features) == 1 else torch.cat(features, dim=1)
 
 
-def vector_trunk(num_inputs):
-    """Return a perceptron for vectors [num_inputs], with 64 features."""
-    layers = nn.Linear(num_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()
-    return initialize(nn.Sequential(*layers), 2**0.5)
+def shallow_conv(num_channels):
+    """Return the convolutions of DQN (Mnih et al. 2015), the first one with zero-mean filters."""
+    return nn.Sequential(
+        CenteredConv2d(num_channels, 32, kernel_size=8, stride=4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(32, 64, kernel_size=4, stride=2),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(64, 64, kernel_size=3, stride=1),
+        nn.ReLU(inplace=True),
+    )
+
+
+def small_conv(num_channels):
+    return nn.Sequential(nn.Conv2d(num_channels, 16, kernel_size=3), nn.ReLU(inplace=True))

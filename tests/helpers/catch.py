@@ -27,7 +27,7 @@ class Net(nn.Module):
     def __init__(self, observation_space, num_actions, use_lstm=False):
         super().__init__()
         self.fc = nn.Linear(int(np.prod(observation_space.shape)), 64)
-        # In channels_last, as AtariNet's are: several learners must keep this memory layout.
+        # In channels_last, as MonoBeast's are: several learners must keep this memory layout.
         self.conv = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)
         self.lstm = nn.LSTM(64, 64) if use_lstm else None
         self.policy = nn.Linear(64, num_actions)
@@ -65,7 +65,7 @@ def act(*args):
     _act(*args)
 
 
-AtariNet, _act = monobeast.Net, monobeast.act
+MonoNet, _act = monobeast.Net, monobeast.act
 monobeast.create_env = create_env
 monobeast.Net = Net
 monobeast.act = act

@@ -75,7 +75,7 @@ def make_net(program, name):
         return SmallNet()
     # PolyBeast's deep net where only ranks are compared: it makes more of differences of rounding.
     arguments = {"model": "shallow"} if name == "fp32" and program is polybeast else {}
-    net = program.AtariNet(SPACE, A, **arguments)
+    net = program.Net(SPACE, A, **arguments)
     nn.init.normal_(net.policy.weight, std=0.05)
     return net
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from batches import SPACE, A, make_batch
+from catch import MonoNet
 from deadline import Thread
 from gymnasium.spaces import Discrete
 from program import HELPERS, ROOT, last_step, load, run
@@ -44,9 +45,9 @@ def ppo_loss(flags, net, batch, agent_state):
 
 
 NETS = {
-    "monobeast": (monobeast, lambda lstm: monobeast.AtariNet(SPACE, A, lstm)),
-    "polybeast, shallow": (polybeast, lambda lstm: polybeast.AtariNet(SPACE, A, lstm, "shallow")),
-    "polybeast, deep": (polybeast, lambda lstm: polybeast.AtariNet(SPACE, A, lstm, "deep")),
+    "monobeast": (monobeast, lambda lstm: MonoNet(SPACE, A, lstm)),
+    "polybeast, shallow": (polybeast, lambda lstm: polybeast.Net(SPACE, A, lstm, "shallow")),
+    "polybeast, deep": (polybeast, lambda lstm: polybeast.Net(SPACE, A, lstm, "deep")),
 }
 OTHERS = {  # without an LSTM
     "ppo": (types.SimpleNamespace(parser=ppo.parser, compute_loss=ppo_loss),
@@ -221,7 +222,7 @@ def test_published_weights_are_never_torn(own_streams):
 
 
 def test_shared_weights_of_a_gpu_are_loaded_on_the_cpu():
-    net, other = monobeast.AtariNet(SPACE, A), monobeast.AtariNet(SPACE, A)
+    net, other = MonoNet(SPACE, A), monobeast.Net(SPACE, A)
     weights = SharedWeights(net)
     net.to(DEVICE)
     for version in range(1, 4):

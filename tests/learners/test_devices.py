@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from batches import SPACE, A, make_batch
+from catch import MonoNet
 from deadline import Thread
 
 import monobeast
@@ -23,7 +24,7 @@ from beast.runs.randomness import random_states, restore_random_states, seed_gen
 @pytest.mark.parametrize("use_lstm", [False, True])
 def test_bf16_gives_loss_and_gradients_close_to_fp32(model, use_lstm):
     torch.manual_seed(1)
-    net = polybeast.AtariNet(SPACE, A, use_lstm, model)
+    net = polybeast.Net(SPACE, A, use_lstm, model)
     for layer in (net.policy, net.baseline):  # a real policy, real values
         torch.nn.init.normal_(layer.weight, std=0.05)
     batch = make_batch(3)
@@ -47,12 +48,12 @@ def test_bf16_gives_loss_and_gradients_close_to_fp32(model, use_lstm):
 @pytest.mark.whole
 def test_weights_stay_float32_in_bf16():
     flags = monobeast.parser.parse_args(["--precision", "bf16"])
-    net = monobeast.AtariNet(SPACE, A)
-    before = net.fc.weight.clone()
+    net = MonoNet(SPACE, A)
+    before = net.trunk.layers[0].weight.clone()
     optimizer, _ = monobeast.create_optimizer(flags, net)
     monobeast.learn(flags, net, make_batch(1), (), optimizer)
     assert all(p.dtype == torch.float32 for p in net.parameters())
-    assert 0 < (net.fc.weight - before).abs().max() < 1e-1
+    assert 0 < (net.trunk.layers[0].weight - before).abs().max() < 1e-1
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,9 @@ def test_each_device_has_a_default_precision(
     monkeypatch.setattr(devices, "has_bf16", lambda device: device.type.upper() in names)
     flags = monobeast.parser.parse_args(["--precision", wanted] if wanted else [])
     all_devices = [torch.device(name) for name in names.lower().split()]
-    devices.choose_precision(flags, knows_bf16, all_devices)
+    model = torch.nn.Identity()
+    model.knows_bf16 = knows_bf16
+    devices.choose_precision(flags, model, all_devices)
     enabled = [device.type for device in all_devices if computes_in_bf16(flags, device)]
     assert enabled == in_bf16.lower().split()
     assert flags.precision == ("bf16" if in_bf16 else "fp32")

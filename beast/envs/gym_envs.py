@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments by their ids in Gymnasium, and action masks."""
+
+import gymnasium as gym
+import numpy as np
+
+from beast.envs.atari_games import is_game  # noqa: F401 - programs use it
+from beast.envs.spaces import ACTION_MASK
+from beast.errors import FlagError
+
+
+def add_flags(parser):
+    """Add the flags that `create` reads."""
+    group = parser.add_argument_group("environment", "of Gymnasium, other than ale-py's games")
+    # fmt: off
+    group.add_argument("--observation_keys", metavar="KEY,...",
+                       help="Observe only these parts of a Dict.")
+    # fmt: on
+
+
+def create(flags):
+    """Return the environment that is registered as flags.env.
+
+    One whose `info` has an action mask observes a Dict of "observation" and "action_mask".
+    """
+    if flags.env.startswith("MinAtar/") and flags.env not in gym.registry:
+        from minatar.gym import register_envs
+
+        register_envs()
+    # Not render_mode=None, which some environments do not take. Environments checks more.
+    render = {} if flags.render_mode is None else {"render_mode": flags.render_mode}
+    env = gym.make(flags.env, disable_env_checker=True, **render)
+    if flags.observation_keys:
+        env = _keep(env, flags.observation_keys.split(","))
+    if isinstance(env.action_space, gym.spaces.Discrete):
+        _, info = env.reset(seed=0)
+        if ACTION_MASK in info:
+            env = ObserveMask(env)
+    return env
+
+
+def _keep(env, keys):
+    space = env.observation_space
+    known = list(space.spaces) if isinstance(space, gym.spaces.Dict) else []
+    if unknown := [key for key in keys if key not in known]:
+        raise FlagError(
+            f"--observation_keys has {', '.join(unknown)}, but observations are {space}: name "
+            f"{', '.join(known) if known else 'none'}"
+        )
+    if len(keys) == 1 and keys[0] != ACTION_MASK:
+        return gym.wrappers.TransformObservation(env, lambda x: x[keys[0]], space[keys[0]])
+    return gym.wrappers.FilterObservation(env, keys)
+
+
+class ObserveMask(gym.Wrapper):
+    """Adds info["action_mask"] to the observation, which becomes, or is, a Dict."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        inner, space = env.observation_space, env.action_space
+        self._is_dict = isinstance(inner, gym.spaces.Dict)
+        parts = inner.spaces if self._is_dict else {"observation": inner}
+        mask = gym.spaces.MultiBinary(int(space.n))
+        self.observation_space = gym.spaces.Dict({**parts, ACTION_MASK: mask})
+
+    def reset(self, **kwargs):
+        observation, info = self.env.reset(**kwargs)
+        return self._observe(observation, info), info
+
+    def step(self, action):
+        observation, *others, info = self.env.step(action)
+        return self._observe(observation, info), *others, info
+
+    def _observe(self, observation, info):
+        space = self.observation_space[ACTION_MASK]
+        mask = np.asarray(info[ACTION_MASK]).astype(space.dtype)
+        if mask.shape != space.shape:
+            raise ValueError(
+                f"info['action_mask'] has the shape {list(mask.shape)}, but there are "
+                f"{space.shape[0]} actions"
+            )
+        parts = observation if self._is_dict else {"observation": observation}
+        return {**parts, ACTION_MASK: mask}
