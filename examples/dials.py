@@ -30,3 +30,7 @@ class Dials(gym.Env):
     def _observe(self):
         positions = zip([*self.at, *self.goal], 2 * SIZES, strict=True)
         return np.concatenate([np.eye(size, dtype=np.float32)[at] for at, size in positions])
+
+
+# python ppo.py --env dials:Dials-v0, with PYTHONPATH=examples
+gym.register("Dials-v0", Dials)

@@ -40,3 +40,7 @@ class Find(gym.Env):
         board = np.zeros((1, SIZE, SIZE), np.uint8)
         board[0, self.at[0], self.at[1]] = 1
         return {"board": board, "goal": self.goal}
+
+
+# python monobeast.py --env find:Find-v0, with PYTHONPATH=examples
+gym.register("Find-v0", Find)

@@ -15,7 +15,7 @@ class Recall(gym.Env):
     keeps no secret, and whoever has no memory can but guess: a mean return of 0.
     """
 
-    def __init__(self, render_mode=None):
+    def __init__(self):
         self.observation_space = gym.spaces.Box(0, 1, (3,), np.float32)  # is 1, is 2, is asked
         self.action_space = gym.spaces.Discrete(3)
 
@@ -37,5 +37,5 @@ class Recall(gym.Env):
         return np.array([seen == i for i in range(3)], np.float32)
 
 
-# python dqn.py --env recall:Recall-v0 --use_lstm, with PYTHONPATH=examples
+# python monobeast.py --env recall:Recall-v0 --use_lstm, with PYTHONPATH=examples
 gym.register("Recall-v0", Recall)

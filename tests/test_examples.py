@@ -24,12 +24,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PONG = "PongNoFrameskip-v4"
 PROGRAMS = ("monobeast", "polybeast")
 EXAMPLES = {path.stem: path.read_text() for path in sorted((ROOT / "examples").glob("*.diff"))}
-# What a diff says of an environment other than ours: its package, the environment.
+# By a word of a diff: the package of its environment, which is no game of ale-py, and its id.
 ENVS = {
-    "minatar": ("minatar", "breakout"),
     "glyphs": ("nle", "nle:NetHackScore-v0"),
     "ClipAction": ("gymnasium", "MountainCarContinuous-v0"),
-    "gym.make": ("gymnasium", "CartPole-v1"),
+    "absent": ("gymnasium", "dials:Dials-v0"),
 }
 # Each example learns in a minute or so on two idle cores. What ends a test is the number of steps:
 # other programs may take the cores.
@@ -47,14 +46,15 @@ CONTROL = (
 )
 NEAR = {"monobeast": "--envs_per_actor 8 --deterministic", "polybeast": "--envs_per_stream 8"}
 
-# By example: the environment, and the mean return to reach.
-GOALS = {
-    "minatar": ("breakout", 2.5),  # a random player's is less than 0.6
-    "find": ("find", 0.9),  # 0; takes both the board and the goal
-    "cartpole": ("CartPole-v1", 400),  # 30
-    "multi_discrete": ("dials", 0.8),  # 0.4
-    "gaussian": ("InvertedPendulum-v5", 950),  # 20
-}
+# The example, if any, the environment, and the mean return to reach.
+GOALS = [
+    (None, "MinAtar/Breakout-v1", 2.5),  # a random player's is 0.6
+    (None, f"CartPole-v1 {CONTROL}", 400),  # 30
+    (None, "recall:Recall-v0 --use_lstm", 0.9),  # 0
+    ("find", "find", 0.9),  # 0; takes both the board and the goal
+    ("multi_discrete", "dials:Dials-v0", 0.8),  # 0.4
+    ("gaussian", f"InvertedPendulum-v5 {CONTROL}", 950),  # 20
+]
 
 
 @pytest.fixture
@@ -69,6 +69,8 @@ def apply(tmp_path):
         shutil.copy(path, fork)
 
     def apply(diff):
+        if not diff:
+            return fork
         # Else git would look for the repository that the copy may lie in.
         environ = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
         command = ["git", "-C", fork, "apply", "--verbose", "-"]
@@ -98,7 +100,8 @@ def load(monkeypatch):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("diff", EXAMPLES.values(), ids=EXAMPLES)
-def test_a_diff_applies_and_leaves_tidy_code_that_learns(apply, load, diff):
+def test_a_diff_applies_and_leaves_tidy_code_that_learns(apply, load, monkeypatch, diff):
+    monkeypatch.syspath_prepend(ROOT / "examples")
     quoted = [line for line in diff.splitlines() if re.match(r"[ +-](import|from) ", line)]
     assert not quoted, "imports change often: write `import` into create_env"
     fork = apply(diff)
@@ -183,35 +186,35 @@ def learn(fork, program, arguments, goal):
     return last_step(folder)
 
 
+def is_long(env, program):
+    """Return whether it is for `make examples`: all but one learn for a minute or two."""
+    return not (env.startswith("MinAtar") and program == "monobeast")
+
+
 @pytest.mark.whole
 @pytest.mark.timeout(2 * DEADLINE)
 @pytest.mark.parametrize(
-    "name",
-    [  # all but one learn for a minute or two, too long for `make test`: `make examples`
-        pytest.param(name, marks=() if name == "minatar_monobeast" else pytest.mark.long)
-        for name in EXAMPLES
-        if name.rpartition("_")[0] in GOALS
+    ("program", "example", "env", "goal"),
+    [
+        pytest.param(
+            program, *goal, id=f"{program}-{goal[1].split()[0]}",
+            marks=pytest.mark.long if is_long(goal[1], program) else (),
+        )
+        for goal in GOALS
+        for program in PROGRAMS
     ],
-)
-def test_an_example_is_learned(apply, name):
-    example, _, program = name.rpartition("_")
-    env, goal = GOALS[example]
+)  # fmt: skip
+def test_an_environment_is_learned(apply, monkeypatch, program, example, env, goal):
     if example == "gaussian":
         pytest.importorskip("mujoco")  # not among the requirements
-    control = f"{CONTROL} {NEAR[program]}" if example in ("cartpole", "gaussian") else ""
-    learn(apply(EXAMPLES[name]), program, f"--env {env} {control}", goal)
-
-
-@pytest.mark.whole
-@pytest.mark.long
-@pytest.mark.timeout(2 * DEADLINE)
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_what_takes_a_memory_is_learned_with_the_lstm_alone(apply, program):
-    fork = apply(EXAMPLES[f"recall_{program}"])
-    steps = learn(fork, program, "--use_lstm", 0.9)
-    if program == "monobeast":  # one of them will do
+    fork = apply(EXAMPLES[f"{example}_{program}"] if example else "")
+    monkeypatch.setenv("PYTHONPATH", str(fork / "examples"))
+    near = NEAR[program] if CONTROL in env else ""
+    steps = learn(fork, program, f"--env {env} {near}", goal)
+    if "use_lstm" in env and program == "monobeast":  # without a memory, it is not learned
         arguments = (FLAGS[program], LEARNING, f"--total_steps {steps} --xpid without --savedir")
-        status, output = run(fork / "monobeast.py", *arguments, fork / "runs")
+        arguments = ("--env", env.split()[0], *arguments, fork / "runs")
+        status, output = run(fork / "monobeast.py", *arguments)
         assert status == 0, output
         # A guess in a hundred episodes: a deviation of 0.1.
         assert column(read_rows(fork / "runs" / "without"), "mean_episode_return")[-1] < 0.5
