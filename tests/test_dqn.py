@@ -95,6 +95,33 @@ def test_the_loss_is_that_of_a_loop_over_transitions(double, dueling):
     assert metrics["mean_error"].item() == pytest.approx(np.mean(errors), rel=1e-4)
 
 
+@pytest.mark.parametrize("num_atoms", [1, 51])
+@pytest.mark.parametrize("double", [False, True])
+def test_forbidden_actions_count_for_nothing(num_atoms, double):
+    flags = parse(f"--no_dueling --num_atoms {num_atoms}" + " --no_double" * (not double))
+    mask = gym.spaces.MultiBinary(5)
+    space = gym.spaces.Dict(observation=BOX, action_mask=mask)
+    small = create_nets(flags)
+    large = [dqn.Net(space, 5, **dqn.net_arguments(flags)) for _ in small]
+    for one, other in zip(small, large, strict=True):
+        other.advantage.bias.data[3 * num_atoms :] = torch.linspace(
+            9 - 18 * (num_atoms > 1), 9, num_atoms
+        ).repeat(2)
+        for x, y in zip(one.parameters(), other.parameters(), strict=True):
+            x.data.copy_(y.data[: len(x)])
+    sample = make_sample(flags)
+    frame = sample.rows["frame"]
+    mask = torch.tensor([1, 1, 1, 0, 0], dtype=torch.int8).expand(*frame.shape[:2], 5)
+    rows = sample.rows | {"frame": {"observation": frame, "action_mask": mask}}
+    expected = dqn.compute_loss(flags, *small, sample)
+    torch.testing.assert_close(
+        dqn.compute_loss(flags, *large, sample._replace(rows=rows)), expected
+    )
+    allowed = rows["frame"] | {"action_mask": torch.ones_like(mask)}
+    sample = sample._replace(rows=rows | {"frame": allowed})
+    assert not torch.allclose(dqn.compute_loss(flags, *large, sample)[0], expected[0])
+
+
 def test_a_dueling_net_adds_advantages_whose_mean_is_zero():
     flags = parse("--num_atoms 1")
     model, _ = create_nets(flags)

@@ -50,24 +50,28 @@ def find_outside(space, batch, path="observation"):
     return (path, int(outside[0][0]), space) if len(outside) else None
 
 
-def empty_observation(space, num_envs, path="observation"):
+def empty_observation(space, num_envs, path="observation", advice=""):
     """Return a nest of zeros [num_envs, ...] that holds a batch of observations of `space`."""
     _check_package(space, f"space of {path}")
     if isinstance(space, gym.spaces.Dict):
         items = space.spaces.items()
-        return {key: empty_observation(s, num_envs, f"{path}[{key!r}]") for key, s in items}
+        keys = ",".join(str(key) for key, s in items if _is_array(s))
+        if path == "observation" and keys:
+            advice = f"leave it out, by --observation_keys {keys}"
+        return {k: empty_observation(s, num_envs, f"{path}[{k!r}]", advice) for k, s in items}
     if isinstance(space, gym.spaces.Tuple):
         items = enumerate(space.spaces)
-        return tuple(empty_observation(s, num_envs, f"{path}[{k}]") for k, s in items)
-    if space.shape is None or space.dtype is None or space.dtype.kind not in "biuf":
-        advice = "wrap the environment so that it is a Box, or a Dict or Tuple of them"
-        if path != "observation":
-            advice = (
-                "leave it out by gymnasium.wrappers.FilterObservation(env, KEYS_TO_KEEP), or wrap "
-                "the environment so that it is a Box"
-            )
+        return tuple(empty_observation(s, num_envs, f"{path}[{k}]", advice) for k, s in items)
+    if not _is_array(space):
+        advice = advice or "leave it out, or make it a Box, by a wrapper in create_env"
         raise EnvError(f"the space of {path} is {space}, which is no array of numbers: {advice}")
     return np.zeros((num_envs, *space.shape), space.dtype)
+
+
+def _is_array(space):
+    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        return all(map(_is_array, getattr(space.spaces, "values", lambda: space.spaces)()))
+    return space.shape is not None and space.dtype is not None and space.dtype.kind in "biuf"
 
 
 def count_actions(space):
@@ -123,7 +127,10 @@ def to_action(space, action):
 
 def check_mask(observation_space, action_space):
     """Raise an EnvError if a Dict has an action mask that does not fit the actions."""
-    if not isinstance(observation_space, gym.spaces.Dict) or ACTION_MASK not in observation_space:
+    if (
+        not isinstance(observation_space, gym.spaces.Dict)
+        or ACTION_MASK not in observation_space.spaces
+    ):
         return
     mask = observation_space[ACTION_MASK]
     size = int(action_space.n) if isinstance(action_space, gym.spaces.Discrete) else None

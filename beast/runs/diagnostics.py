@@ -51,6 +51,8 @@ MAX_POLICY_LAG = 100
 # Ticks in a row (a minute, where they come every five seconds) until something counts as off, or
 # as well again.
 PATIENCE = 12
+# An action whose logit is below it is forbidden.
+LEAST_LOGIT = -1e8
 # Updates at the start that are not judged: the values are all wrong then, and gradients long.
 WARM_UP = 1000
 
@@ -131,7 +133,8 @@ def from_logits(behavior_policy_logits, target_policy_logits, targets, values, m
     """Return the moments of a batch whose policies are softmaxes, as a dict of one tensor.
 
     Args:
-      behavior_policy_logits: [T, B, A], of the policy that acted.
+      behavior_policy_logits: [T, B, A], of the policy that acted; where an action is forbidden,
+        -inf or below LEAST_LOGIT.
       target_policy_logits: [T, B, A], of the policy that learns.
       targets: what vtrace.from_logits has returned for the batch.
       values, mask: as of `from_importance_weights`.
@@ -141,8 +144,9 @@ def from_logits(behavior_policy_logits, target_policy_logits, targets, values, m
     # Zero for actions that are never taken; there the difference may be none.
     kl = torch.where(behavior > -math.inf, behavior.exp() * (behavior - target), 0).sum(-1)
     entropy = torch.special.entr(target.exp()).sum(-1)
-    num_actions = target.shape[-1]
-    entropy_share = entropy / math.log(num_actions) if num_actions > 1 else entropy + 1
+    num_actions = (target > LEAST_LOGIT).sum(-1)  # those that are allowed
+    shares = entropy / num_actions.clamp(min=2).log()
+    entropy_share = torch.where(num_actions > 1, shares, entropy + 1)
     return from_importance_weights(
         targets.log_rhos, targets.vs, values, mask, kl=kl, entropy_share=entropy_share
     )

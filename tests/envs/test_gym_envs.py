@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments by their ids: which parts are observed, masks of `info`, and what is refused."""
+
+import types
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Text, Tuple
+
+from beast.envs import gym_envs
+from beast.envs.environments import Environments, try_out
+from beast.errors import EnvError, FlagError
+
+
+class Any(gym.Env):
+    """An environment of any space; without a render_mode."""
+
+    def __init__(self, space, info, action_space):
+        self.observation_space, self.info = space, info
+        self.action_space = action_space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), dict(self.info)
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, False, dict(self.info)
+
+
+gym.register("Any-v0", Any)
+BOX = Box(-1, 1, (3,))
+
+
+def create(monkeypatch, space, info=(), keys=None, action_space=None, render_mode=None):
+    arguments = {"space": space, "info": info, "action_space": action_space or Discrete(4)}
+    monkeypatch.setattr(gym.registry["Any-v0"], "kwargs", arguments)
+    return gym_envs.create(
+        types.SimpleNamespace(env="Any-v0", render_mode=render_mode, observation_keys=keys)
+    )
+
+
+def test_a_mask_in_info_becomes_a_part_of_the_observation(monkeypatch):
+    mask = np.array([0, 1, 1, 0], np.int8)
+    for space, keys in ((BOX, {"observation"}), (Dict(a=BOX, b=Discrete(2)), {"a", "b"})):
+        env = create(monkeypatch, space, {"action_mask": mask.astype(bool)})
+        assert env.observation_space["action_mask"] == MultiBinary(4)
+        assert set(env.observation_space) == keys | {"action_mask"}
+        for observation in (env.reset(seed=1)[0], env.step(1)[0]):
+            assert env.observation_space.contains(observation)
+            assert observation["action_mask"].tolist() == [0, 1, 1, 0]
+    assert create(monkeypatch, BOX).observation_space == BOX
+
+
+def test_a_mask_of_another_length_is_refused(monkeypatch):
+    env = create(monkeypatch, BOX, {"action_mask": np.ones(3, np.int8)})
+    with pytest.raises(ValueError, match=r"has the shape \[3\], but there are 4 actions"):
+        env.reset()
+    for space, actions in ((Dict(a=BOX, action_mask=BOX), None), (Dict(action_mask=BOX), BOX)):
+        with pytest.raises(EnvError, match=r"observation\['action_mask'\] is Box.*but the action"):
+            Environments(lambda s=space, a=actions: create(monkeypatch, s, (), None, a), 1, 1)
+
+
+def test_text_is_refused_by_its_key_which_a_flag_leaves_out(monkeypatch):
+    space = Dict(image=BOX, mission=Text(9), turn=Discrete(4))
+    with pytest.raises(EnvError, match=r"observation\['mission'\] is .*--observation_keys image,t"):
+        Environments(lambda: create(monkeypatch, space), 1, 1)
+    assert set(create(monkeypatch, space, (), "image,turn").observation_space) == {"image", "turn"}
+    env = create(monkeypatch, space, (), "image")
+    assert env.observation_space == BOX and BOX.contains(env.reset()[0])
+    with pytest.raises(FlagError, match="has board, but .*: name image, mission, turn"):
+        create(monkeypatch, space, (), "image,board")
+    with pytest.raises(FlagError, match="has image, but .*: name none"):
+        create(monkeypatch, BOX, (), "image")
+
+
+def test_try_out_obeys_masks(monkeypatch):
+    env = create(monkeypatch, BOX, {"action_mask": np.array([0, 0, 1, 0], np.int8)})
+    actions = []
+    monkeypatch.setattr(env, "step", lambda a, step=env.step: actions.append(a) or step(a))
+    try_out(Environments(lambda: env, 1, 1))
+    assert set(actions) == {2}
+
+
+@pytest.mark.parametrize(
+    "space", [BOX, Discrete(3), MultiBinary(3), Tuple([Discrete(3), Dict(a=BOX)])], ids=str
+)
+def test_spaces_are_observed_as_they_are(monkeypatch, space):
+    environments = Environments(lambda: create(monkeypatch, space), 2, 1)
+    try_out(environments)
+    assert environments.observation_space == space
