@@ -113,5 +113,5 @@ def test_an_observation_space_of_no_array_is_named_by_its_key():
     message = r"observation\['pair'\]\[1\] is Text.*"
     with pytest.raises(EnvError, match=message + "by a wrapper in create_env"):
         empty_observation(gym.spaces.Dict(pair=pair), 1)
-    with pytest.raises(EnvError, match=message + "by --observation_keys a,b$"):
+    with pytest.raises(EnvError, match=message + "by --observation_keys b,a$"):
         empty_observation(gym.spaces.Dict(pair=pair, b=pair[0], a=pair[0]), 1)
