@@ -155,7 +155,6 @@ adam.add_argument("--epsilon", default=3e-4, type=positive(float), help="Adam ep
 adam.add_argument("--grad_norm_clipping", default=10.0, type=positive(float),
                   help="Largest gradient norm of the loss, a mean over the batch.")
 
-gym_envs.add_flags(parser)
 atari_wrappers.add_flags(parser)
 # fmt: on
 

@@ -104,7 +104,6 @@ rmsprop.add_argument("--epsilon", default=1e-5, type=positive(float),
 rmsprop.add_argument("--grad_norm_clipping", default=0.5, type=positive(float),
                      help="Largest gradient norm of the loss, a mean over transitions.")
 
-gym_envs.add_flags(parser)
 atari_wrappers.add_flags(parser)
 # fmt: on
 

@@ -96,7 +96,6 @@ rmsprop.add_argument("--grad_norm_clipping", default=40.0, type=positive(float),
                      help="Largest gradient norm of the loss, which is summed over the batch.")
 
 rollout_replay.add_flags(parser)
-gym_envs.add_flags(parser)
 atari_wrappers.add_flags(parser)
 # fmt: on
 

@@ -36,7 +36,6 @@ from torch import nn
 import atari_wrappers
 import vtrace
 from beast.actors.weights import LocalWeights
-from beast.envs import gym_envs
 from beast.errors import FlagError
 from beast.flags import add_server_flags, create_parser, parse_flags, run_program
 from beast.learners import devices, learner_group, nets, rollout_replay
@@ -95,7 +94,6 @@ rmsprop.add_argument("--grad_norm_clipping", default=40.0, type=positive(float),
                      help="Largest gradient norm of the loss, which is summed over the batch.")
 
 rollout_replay.add_flags(parser)
-gym_envs.add_flags(parser)
 atari_wrappers.add_flags(parser)
 # fmt: on
 

@@ -32,8 +32,9 @@ parser = Parser("polybeast_env.py", "Environment servers for PolyBeast.")
 
 run = parser.add_argument_group("run")
 run.add_argument("--env", default="PongNoFrameskip-v4",
-                 help="Atari game of ale-py; for any other environment, edit create_env. "
-                 "Learners compare this name.")
+                 help="Environment of Gymnasium, as ID or module:ID. Learners compare this name.")
+run.add_argument("--observation_keys", metavar="KEY,...",
+                 help="Observe only these parts of a Dict.")
 run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
                  help="gym: environments stepped one by one; ale_vector: ale-py's AtariVectorEnv, "
                  "whose games differ a little (docs/environment.md).")
@@ -55,7 +56,6 @@ access = credentials.add_flags(parser)
 access.add_argument("--insecure", action="store_true",
                     help="Serve without token or TLS, to everybody who can reach the address.")
 
-gym_envs.add_flags(parser)
 atari_wrappers.add_flags(parser)
 # fmt: on
 

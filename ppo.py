@@ -126,7 +126,6 @@ adam.add_argument("--epsilon", default=1e-5, type=positive(float), help="Adam ep
 adam.add_argument("--grad_norm_clipping", type=positive(float), help="Largest gradient norm of "
                   f"the loss, a mean over a minibatch. {default_of('grad_norm_clipping')}")
 
-gym_envs.add_flags(parser)
 atari_wrappers.add_flags(parser)
 # fmt: on
 

@@ -117,8 +117,6 @@ loss.add_argument("--policy_delay", type=positive(int), help="Critic updates per
 adam = parser.add_argument_group("optimizer (Adam)")
 adam.add_argument("--learning_rate", type=positive(float),
                   help=f"Learning rate. {default_of('learning_rate')}")
-
-gym_envs.add_flags(parser)
 # fmt: on
 
 

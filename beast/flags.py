@@ -48,7 +48,9 @@ def create_parser(program, description, without=(), env="PongNoFrameskip-v4"):
     add(run, "mode", default="train", choices=["train", "test", "test_render"],
         help="Train; test: play whole games with a checkpoint; test_render: show them.")
     parser.default_env = env
-    add(run, "env", metavar="ID", help=f"Environment that create_env makes. Default: {env}.")
+    add(run, "env", metavar="ID",
+        help=f"Environment of Gymnasium, as ID or module:ID. Default: {env}.")
+    add(run, "observation_keys", metavar="KEY,...", help="Observe only these parts of a Dict.")
     add(run, "env_backend", default="gym", choices=["gym", "ale_vector"],
         help="Atari environments in training: gym: stepped one by one; ale_vector: ale-py's "
         "AtariVectorEnv (docs/environment.md).")

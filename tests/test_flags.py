@@ -80,7 +80,7 @@ def test_help_is_short_and_lists_no_flag_that_is_left_out(program):
     flags = program.parser.parse_args([])
     hidden = {name for name in LEFT_OUT if f"  --{name} " not in text}
     left_out = set() if program in (monobeast, polybeast) else {"env_backend", "greedy"}
-    left_out |= {gala: {"write_profiler_trace"}, sac: {"precision"}}.get(program, set())
+    left_out |= {gala: {"write_profiler_trace"}}.get(program, set())
     assert hidden == left_out
     assert all(getattr(flags, name) == LEFT_OUT[name] for name in hidden)
 
@@ -217,9 +217,9 @@ def test_flags_come_from_the_checkpoint_unless_given(tmp_path):
 @pytest.mark.parametrize(
     ("program", "given", "chosen"),
     [
-        (monobeast, {"envs_per_actor": 8}, {"num_actors", "num_buffers", "precision"}),
-        (monobeast, {"num_buffers": 100}, {"num_actors", "envs_per_actor", "precision"}),
-        (polybeast, {"num_servers": 3}, {"num_actors", "envs_per_stream", "precision"}),
+        (monobeast, {"envs_per_actor": 8}, {"num_actors", "num_buffers"}),
+        (monobeast, {"num_buffers": 100}, {"num_actors", "envs_per_actor"}),
+        (polybeast, {"num_servers": 3}, {"num_actors", "envs_per_stream"}),
     ],
 )
 def test_choices_for_the_machine_are_made_anew_unless_given(tmp_path, program, given, chosen):

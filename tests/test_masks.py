@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from catch import MonoNet
+from catch_poly import PolyNet
 from program import ROOT, load, run
 
 import gala
@@ -17,7 +18,7 @@ from beast.nest import map_nest
 T, B, A, ALLOWED = 7, 3, 5, 3
 BOX = gym.spaces.Box(-1, 1, (4,))
 MASKED = gym.spaces.Dict(observation=BOX, action_mask=gym.spaces.MultiBinary(A))
-NETS = {"monobeast": MonoNet, "polybeast": polybeast.Net, "ppo": ppo.Net, "gala": gala.Net}
+NETS = {"monobeast": MonoNet, "polybeast": PolyNet, "ppo": ppo.Net, "gala": gala.Net}
 PROGRAMS = {program.__name__: program for program in (monobeast, polybeast, ppo, gala)}
 
 

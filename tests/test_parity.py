@@ -7,6 +7,7 @@ import pytest
 import torch
 from batches import SPACE, A, make_batch
 from catch import MonoNet
+from catch_poly import PolyNet
 from program import ROOT
 from small_run import parse
 
@@ -36,7 +37,7 @@ DIFFERENT = {
 def make_nets(use_lstm):
     """Return MonoBeast's net and PolyBeast's, of the same random weights."""
     mono = MonoNet(SPACE, A, use_lstm)
-    poly = polybeast.Net(SPACE, A, use_lstm, model="shallow")
+    poly = PolyNet(SPACE, A, use_lstm, model="shallow")
     for parameter in mono.parameters():  # not the last layer's small weights: a real policy
         torch.nn.init.normal_(parameter, std=0.05)
     poly.load_state_dict(mono.state_dict())

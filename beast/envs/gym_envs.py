@@ -9,15 +9,6 @@ from beast.envs.spaces import ACTION_MASK
 from beast.errors import FlagError
 
 
-def add_flags(parser):
-    """Add the flags that `create` reads."""
-    group = parser.add_argument_group("environment", "of Gymnasium, other than ale-py's games")
-    # fmt: off
-    group.add_argument("--observation_keys", metavar="KEY,...",
-                       help="Observe only these parts of a Dict.")
-    # fmt: on
-
-
 def create(flags):
     """Return the environment that is registered as flags.env.
 

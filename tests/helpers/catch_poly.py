@@ -24,6 +24,7 @@ class Net(catch.Net):
         super().__init__(observation_space, num_actions, use_lstm)
 
 
+PolyNet = polybeast.Net
 polybeast.Net, polybeast.create_env = Net, catch_env.create_env
 polybeast.ENV_SCRIPT = catch_env.__file__
 servers.CONNECT_TIMEOUT = 5

@@ -15,6 +15,7 @@ import pytest
 import torch
 from batches import SPACE, A, make_batch
 from catch import MonoNet
+from catch_poly import PolyNet
 from deadline import Thread
 from gymnasium.spaces import Discrete
 from program import HELPERS, ROOT, last_step, load, run
@@ -46,8 +47,8 @@ def ppo_loss(flags, net, batch, agent_state):
 
 NETS = {
     "monobeast": (monobeast, lambda lstm: MonoNet(SPACE, A, lstm)),
-    "polybeast, shallow": (polybeast, lambda lstm: polybeast.Net(SPACE, A, lstm, "shallow")),
-    "polybeast, deep": (polybeast, lambda lstm: polybeast.Net(SPACE, A, lstm, "deep")),
+    "polybeast, shallow": (polybeast, lambda lstm: PolyNet(SPACE, A, lstm, "shallow")),
+    "polybeast, deep": (polybeast, lambda lstm: PolyNet(SPACE, A, lstm, "deep")),
 }
 OTHERS = {  # without an LSTM
     "ppo": (types.SimpleNamespace(parser=ppo.parser, compute_loss=ppo_loss),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from batches import SPACE, A, make_batch
 from catch import MonoNet
+from catch_poly import PolyNet
 from deadline import Thread
 
 import monobeast
@@ -24,7 +25,7 @@ from beast.runs.randomness import random_states, restore_random_states, seed_gen
 @pytest.mark.parametrize("use_lstm", [False, True])
 def test_bf16_gives_loss_and_gradients_close_to_fp32(model, use_lstm):
     torch.manual_seed(1)
-    net = polybeast.Net(SPACE, A, use_lstm, model)
+    net = PolyNet(SPACE, A, use_lstm, model)
     for layer in (net.policy, net.baseline):  # a real policy, real values
         torch.nn.init.normal_(layer.weight, std=0.05)
     batch = make_batch(3)

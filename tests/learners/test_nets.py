@@ -9,9 +9,9 @@ import pytest
 import torch
 from catch import MonoNet
 from catch import Net as CatchNet
+from catch_poly import PolyNet
 
 import gala
-import polybeast
 import ppo
 from beast.errors import FlagError
 from beast.learners import nets
@@ -277,7 +277,7 @@ def test_a_net_of_other_actions_than_the_environments_is_refused():
             create_net(MonoNet, SPACE, space)
 
 
-NETS = {"monobeast": MonoNet, "polybeast": polybeast.Net, "ppo": ppo.Net, "gala": gala.Net}
+NETS = {"monobeast": MonoNet, "polybeast": PolyNet, "ppo": ppo.Net, "gala": gala.Net}
 
 
 @pytest.mark.parametrize(
