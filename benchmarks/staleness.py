@@ -7,8 +7,7 @@ This is MonoBeast with --deterministic, where each batch is one rollout of each 
 policy that acts is always one update behind the one that learns. Here it is --lag updates behind,
 since the last lag + 1 versions of the weights are kept. Each update asserts the lag of its batch.
 `--correction none` sets the log importance weights to 0, for targets and advantages, as if the
-policy that learns had acted. All other flags, and the log, are MonoBeast's; in a clone to which
-examples/minatar_monobeast.diff was applied, the games are MinAtar's.
+policy that learns had acted. All other flags, and the log, are MonoBeast's.
 """
 
 import pathlib
