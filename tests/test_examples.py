@@ -29,6 +29,7 @@ ENVS = {
     "glyphs": ("nle", "nle:NetHackScore-v0"),
     "ClipAction": ("gymnasium", "MountainCarContinuous-v0"),
     "absent": ("gymnasium", "dials:Dials-v0"),
+    "num_goals": ("gymnasium", "find"),
 }
 # Each example learns in a minute or so on two idle cores. What ends a test is the number of steps:
 # other programs may take the cores.
