@@ -129,7 +129,7 @@ MOST_WORDS = {
     "README.md": 900,
     "CONTRIBUTING.md": 350,
     "SECURITY.md": 900,
-    "docs/*.md": 9_250,
+    "docs/*.md": 9_800,
     "benchmarks/README.md": 2_000,
     "campaigns/README.md": 800,
     "results/README.md": 2_500,
@@ -146,7 +146,7 @@ def test_docs_are_few_and_all_are_in_the_index():
     pages = [page.name for page in (ROOT / "docs").glob("*.md")]
     index = (ROOT / "docs" / "README.md").read_text()
     assert [page for page in pages if f"({page})" not in index] == ["README.md"]
-    assert len(pages) <= 13
+    assert len(pages) <= 14
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
