@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments by their ids in Gymnasium, and action masks."""
 
+import functools
+
 import gymnasium as gym
 import numpy as np
 
@@ -18,9 +20,14 @@ def create(flags):
         from minatar.gym import register_envs
 
         register_envs()
-    # Not render_mode=None, which some environments do not take. Environments checks more.
-    render = {} if flags.render_mode is None else {"render_mode": flags.render_mode}
-    env = gym.make(flags.env, disable_env_checker=True, **render)
+    # Some environments take no render_mode, others must have one.
+    make = functools.partial(gym.make, flags.env, disable_env_checker=True)  # Environments checks
+    try:
+        env = make() if flags.render_mode is None else make(render_mode=flags.render_mode)
+    except TypeError as error:
+        if flags.render_mode is not None or "render_mode" not in str(error):
+            raise
+        env = make(render_mode=None)
     if flags.observation_keys:
         env = _keep(env, flags.observation_keys.split(","))
     if isinstance(env.action_space, gym.spaces.Discrete):

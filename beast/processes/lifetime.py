@@ -49,6 +49,7 @@ class StopSignals:
 
     def __init__(self, announce):
         self._announce, self.first = announce, None
+        self._pid = os.getpid()
 
     def catch(self):
         self._handlers = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
@@ -58,7 +59,10 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number, _):
-        if self.first is None:
+        if os.getpid() != self._pid:  # in a child that an environment has forked
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif self.first is None:
             self.first, self.time = signal.Signals(number), time.monotonic()
             threading.Thread(target=self._announce, args=(self.first.name,)).start()
         # A terminal that is closed may send another SIGHUP much later.

@@ -41,6 +41,18 @@ def create(monkeypatch, space, info=(), keys=None, action_space=None, render_mod
     )
 
 
+class Rendered(Any):
+    def __init__(self, render_mode, **kwargs):
+        super().__init__(**kwargs)
+        self.render_mode = render_mode
+
+
+def test_a_render_mode_is_given_only_where_it_is_needed(monkeypatch):
+    create(monkeypatch, BOX)
+    monkeypatch.setattr(gym.registry["Any-v0"], "entry_point", Rendered)
+    assert create(monkeypatch, BOX).unwrapped.render_mode is None
+
+
 def test_a_mask_in_info_becomes_a_part_of_the_observation(monkeypatch):
     mask = np.array([0, 1, 1, 0], np.int8)
     for space, keys in ((BOX, {"observation"}), (Dict(a=BOX, b=Discrete(2)), {"a", "b"})):

@@ -2,14 +2,16 @@
 """A run's threads, how long they wait, and what watches for the end of the parent."""
 
 import importlib.machinery
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from contextlib import nullcontext
 
 import pytest
 
-from beast.processes.lifetime import Threads, exit_on_signals, exit_with_parent
+from beast.processes.lifetime import StopSignals, Threads, exit_on_signals, exit_with_parent
 from beast.runs import profiling
 
 DEADLINE = 60  # seconds
@@ -136,3 +138,17 @@ def test_a_signal_raises_in_no_extension_being_initialized(number):
         for n, handler in handlers.items():
             signal.signal(n, handler)
     assert initialized == ["spec"] and error.value.code == 128 + number
+
+
+def test_a_child_that_an_environment_forks_ends_by_a_signal():
+    caught = []
+    signals = StopSignals(caught.append)
+    signals.catch()
+    try:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join(10)
+    finally:
+        signals.restore()
+    assert child.exitcode == -signal.SIGTERM and signals.first is None
