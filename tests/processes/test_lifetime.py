@@ -141,14 +141,15 @@ def test_a_signal_raises_in_no_extension_being_initialized(number):
 
 
 def test_a_child_that_an_environment_forks_ends_by_a_signal():
-    caught = []
-    signals = StopSignals(caught.append)
+    context = multiprocessing.get_context("fork")
+    is_up, signals = context.Event(), StopSignals(print)
     signals.catch()
     try:
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child = context.Process(target=lambda: (is_up.set(), time.sleep(2 * DEADLINE)))
         child.start()
+        assert is_up.wait(DEADLINE)  # Python forgets signals that come before
         child.terminate()
-        child.join(10)
+        child.join(DEADLINE)
     finally:
         signals.restore()
     assert child.exitcode == -signal.SIGTERM and signals.first is None
