@@ -396,7 +396,7 @@ def compute_loss(flags, model, target_model, sample):
     values = model.compute_values(taken)
     if flags.num_atoms == 1:
         targets = compute_targets(flags, returns, discounts, next_logits.squeeze(-1))
-        losses = F.huber_loss(values, targets, reduction="none")
+        losses = 0.5 * (targets - values).square()  # by Huber's, values would tend to a median
         errors = (targets - values).detach().abs()
     else:
         targets = project(returns, discounts, next_logits.softmax(dim=-1), model.support)

@@ -88,8 +88,7 @@ def test_the_loss_is_that_of_a_loop_over_transitions(double, dueling):
         value = sample.returns[0, i] + sample.discounts[0, i] * following[choosing.argmax()]
         error = float(value - values_of(model, sample, 0, i)[sample.actions[0, i]])
         errors.append(abs(error))
-        huber = 0.5 * error**2 if abs(error) < 1 else abs(error) - 0.5
-        total += float(sample.weights[i]) * huber / 6
+        total += float(sample.weights[i]) * 0.5 * error**2 / 6
     assert loss.item() == pytest.approx(total, rel=1e-5)
     assert priorities.tolist() == pytest.approx(errors, rel=1e-4)
     assert metrics["mean_error"].item() == pytest.approx(np.mean(errors), rel=1e-4)
@@ -238,7 +237,7 @@ def test_the_recurrent_loss_is_that_of_a_loop_over_rows():
             value = dqn.unscale(logits[1][end, i, best])
             goal = dqn.rescale(sample.returns[t, i] + sample.discounts[t, i] * value)
             error = abs(float(goal - logits[0][t, i, sample.actions[t, i]]))
-            losses += float(sample.weights[i]) * (0.5 * error**2 if error < 1 else error - 0.5)
+            losses += float(sample.weights[i]) * 0.5 * error**2
             errors[i].append(error)
             count += 1
     assert loss.item() == pytest.approx(losses / count, rel=1e-4)
