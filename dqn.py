@@ -34,7 +34,6 @@ import functools
 import itertools
 import logging
 
-import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -584,11 +583,7 @@ def create_replay(flags, rows, outputs, state, stack_size):
 def resolve(flags, observation_space, action_space, frames_per_step=1):
     """Return the flags as this run uses them; refuse those that contradict each other."""
     flags = argparse.Namespace(**vars(flags) | {"frames_per_step": frames_per_step})
-    if not isinstance(action_space, gym.spaces.Discrete):
-        raise FlagError(
-            f"the action space is {action_space}, but this needs a Discrete one: ppo.py and sac.py "
-            "take others"
-        )
+    nets.check_discrete(action_space)
     for name, values in DEFAULTS.items():
         if getattr(flags, name) is None:
             setattr(flags, name, values[flags.use_lstm])

@@ -27,7 +27,6 @@ import contextlib
 import functools
 import warnings
 
-import gymnasium as gym
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -382,10 +381,7 @@ def check_flags(flags):
 
 def resolve(flags, observation_space, action_space, frames_per_step):
     """Return the flags as this run uses them; refuse action spaces that are not Discrete."""
-    if not isinstance(action_space, gym.spaces.Discrete):
-        raise FlagError(
-            f"the action space is {action_space}, not Discrete: edit Net and compute_loss for it"
-        )
+    nets.check_discrete(action_space)
     flags = argparse.Namespace(**vars(flags) | {"frames_per_step": frames_per_step})
     return flags
 

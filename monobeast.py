@@ -381,6 +381,7 @@ def train(flags):
     with contextlib.closing(sample):
         try_out(sample)
         spaces = sample.observation_space, sample.action_space
+        nets.check_discrete(sample.action_space)
         model, (rows, outputs, state) = nets.create_net(Net, *spaces, **net_arguments(flags))
         rollout_bytes = rollout_buffers.count_bytes(flags, rows, outputs, state)
         flags = resolve(flags, sample.frame_skip, rollout_bytes)

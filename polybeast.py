@@ -395,6 +395,7 @@ def train(flags):
     with servers.connect(flags, ENV_SCRIPT) as env_servers:
         flags = servers.adopt_env(flags, env_servers)  # env, frames_per_step
         spaces = env_servers.observation_space, env_servers.action_space
+        nets.check_discrete(env_servers.action_space)
         model, _ = nets.create_net(Net, *spaces, **net_arguments(flags))
         devices.choose_precision(flags, model, [device])
         initial_state = model.initial_state(1)

@@ -167,9 +167,13 @@ class Net(nn.Module):
         self.reward_scaler = RewardScaler()  # for --reward_scaling std
         self.gru = nn.GRU(size, 256) if use_gru else None
         size = 256 if use_gru else size
-        # Parts of MultiDiscrete actions have as many logits as the largest one; some are forbidden.
-        self.parts = num_actions if isinstance(num_actions, tuple) else ()
-        width = max(self.parts) * len(self.parts) if self.parts else num_actions
+        # Parts of MultiDiscrete actions have as many logits as the largest one, some of which are
+        # masked.
+        exists, width = None, num_actions
+        if isinstance(num_actions, tuple):
+            exists = torch.arange(max(num_actions)) < torch.tensor(num_actions).unsqueeze(1)
+            width = exists.numel()
+        self.register_buffer("exists", exists, persistent=False)  # [parts, A], or None
         self.policy, self.baseline = nn.Linear(size, width), nn.Linear(size, 1)
         nets.initialize([self.policy], 0.01)
         nets.initialize([self.baseline], 1.0)
@@ -209,11 +213,9 @@ class Net(nn.Module):
                 features, agent_state = self.run_gru(features.view(T, N, -1), inputs, agent_state)
                 baseline_features = features
             policy_logits, baseline = self.policy(features), self.baseline(baseline_features)
-            if self.parts:
-                policy_logits = policy_logits.unflatten(1, (len(self.parts), max(self.parts)))
-                numbers = torch.arange(max(self.parts), device=policy_logits.device)
-                exists = numbers < torch.tensor(self.parts, device=numbers.device).unsqueeze(1)
-                policy_logits = torch.where(exists, policy_logits, nets.FORBIDDEN)
+            if self.exists is not None:
+                policy_logits = policy_logits.unflatten(1, self.exists.shape)
+                policy_logits = torch.where(self.exists, policy_logits, nets.FORBIDDEN)
             elif not self.continuous:
                 policy_logits = self.observations.mask(policy_logits, frame)
             action = policy_logits
@@ -414,10 +416,10 @@ def learn(flags, model, rows, agent_states, optimizer):
     metrics["behavior_target_kl"] = last["behavior_target_kl"]
     if flags.penalty == "kl":
         metrics["kl_penalty"] = adapt_penalty(flags, model, batch, agent_states[0])
-    _, vectors = model.observations(map_nest(lambda x: x[mask], batch["frame"]))
-    if vectors is not None:
+    if model.observations.size:
+        frame = map_nest(lambda x: x[mask], batch["frame"])
         # Not sooner: with other moments, ratios would not begin at 1.
-        model.normalizer.update(vectors)
+        model.normalizer.update(model.observations.vector(frame))
     vs, values = batch["vs"], batch["values"]
     moments = diagnostics.from_importance_weights(torch.zeros_like(vs), vs, values, mask)
     metrics["explained_variance"] = diagnostics.to_floats(moments)["explained_variance"]

@@ -43,7 +43,6 @@ from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
 from beast.learners import devices, nets
 from beast.learners.learner import Learner
-from beast.learners.observations import OneHot, find_image, flatten
 from beast.learners.replay import Replay
 from beast.learners.replay_feed import ReplayFeed, to_tensors
 from beast.nest import map_nest
@@ -193,8 +192,10 @@ class Net(nn.Module):
     def __init__(self, observation_space, num_actions, algorithm, num_critics, exploration_noise):
         super().__init__()
         self.is_sac, self.exploration_noise = algorithm == "sac", exploration_noise
-        self.one_hot = OneHot(observation_space)
-        size = self.one_hot.size
+        self.observations = nets.Observations(observation_space)
+        size = self.observations.size
+        if self.observations.images:
+            raise ValueError("observations are images: give Net convolutions")
         self.actor = Actor(size, num_actions * (2 if self.is_sac else 1))
         self.critics = Critics(num_critics, size + num_actions)
         self.log_alpha = nn.Parameter(torch.zeros(()))
@@ -213,7 +214,7 @@ class Net(nn.Module):
           [T, B], which is 0: critics learn from the replay. And the agent state, which is ().
         """
         T, B = inputs["done"].shape
-        x = self.one_hot(flatten(map_nest(lambda x: x.flatten(0, 1), inputs["frame"])))
+        x = self.observations.vector(map_nest(lambda x: x.flatten(0, 1), inputs["frame"]))
         outputs = self.actor(x)
         if self.is_sac and self.training:
             action, _ = sample_action(outputs)
@@ -315,7 +316,7 @@ def learn(flags, model, target_model, sample, optimizers, num_updates):
       num_updates: those before this one.
     """
     frames = map_nest(lambda x: x.flatten(0, 1), sample.rows["frame"])
-    x, next_x = model.one_hot(flatten(frames)).chunk(2)
+    x, next_x = model.observations.vector(frames).chunk(2)
     arguments = sample.actions[0], next_x, sample.returns[0], sample.discounts[0]
     with devices.autocast(flags, x.device):
         critic_loss, metrics = compute_critic_loss(flags, model, target_model, x, *arguments)
@@ -406,8 +407,6 @@ def resolve(flags, observation_space, action_space, frames_per_step=1):
             f"the action space is {action_space}, but this needs a bounded Box: dqn.py takes "
             "Discrete ones, ppo.py both"
         )
-    if find_image(observation_space):
-        raise FlagError(f"observations are images, {observation_space}: give Net convolutions")
     for name, values in DEFAULTS.items():
         if getattr(flags, name) is None:
             setattr(flags, name, values[ALGORITHMS.index(flags.algorithm)])

@@ -96,8 +96,9 @@ def test_the_loss_is_that_of_a_loop_over_transitions(double, dueling):
 
 @pytest.mark.parametrize("num_atoms", [1, 51])
 @pytest.mark.parametrize("double", [False, True])
-def test_forbidden_actions_count_for_nothing(num_atoms, double):
-    flags = parse(f"--no_dueling --num_atoms {num_atoms}" + " --no_double" * (not double))
+@pytest.mark.parametrize("lstm", ["", "--use_lstm --burn_in 3 --sequence_length 4"])
+def test_forbidden_actions_count_for_nothing(num_atoms, double, lstm):
+    flags = parse(f"{lstm} --no_dueling --num_atoms {num_atoms}" + " --no_double" * (not double))
     mask = gym.spaces.MultiBinary(5)
     space = gym.spaces.Dict(observation=BOX, action_mask=mask)
     small = create_nets(flags)
@@ -107,10 +108,14 @@ def test_forbidden_actions_count_for_nothing(num_atoms, double):
             9 - 18 * (num_atoms > 1), 9, num_atoms
         ).repeat(2)
         for x, y in zip(one.parameters(), other.parameters(), strict=True):
-            x.data.copy_(y.data[: len(x)])
+            x.data.copy_(y.data[tuple(map(slice, x.shape))])
     sample = make_sample(flags)
     frame = sample.rows["frame"]
-    mask = torch.tensor([1, 1, 1, 0, 0], dtype=torch.int8).expand(*frame.shape[:2], 5)
+    mask = torch.tensor([1, 1, 1, 0, 0], dtype=torch.int8).repeat(*frame.shape[:2], 1)
+    # Of rows in which no return ends, it does not matter.
+    ends = torch.zeros(frame.shape[:2], dtype=torch.bool).scatter(0, sample.bootstrap, True)
+    mask[~ends] = 1
+    assert not ends.all()
     rows = sample.rows | {"frame": {"observation": frame, "action_mask": mask}}
     expected = dqn.compute_loss(flags, *small, sample)
     torch.testing.assert_close(
@@ -118,7 +123,7 @@ def test_forbidden_actions_count_for_nothing(num_atoms, double):
     )
     allowed = rows["frame"] | {"action_mask": torch.ones_like(mask)}
     sample = sample._replace(rows=rows | {"frame": allowed})
-    assert not torch.allclose(dqn.compute_loss(flags, *large, sample)[0], expected[0])
+    assert not torch.allclose(dqn.compute_loss(flags, *large, sample)[2], expected[2])
 
 
 def test_a_dueling_net_adds_advantages_whose_mean_is_zero():
@@ -350,7 +355,7 @@ def test_waits_for_the_other_side_end_when_closed():
 @pytest.mark.parametrize(
     ("arguments", "actions", "message"),
     [("--value_rescaling", ACTIONS, "--value_rescaling .* add --num_atoms 1"),
-     ("", gym.spaces.Box(-1, 1, (2,)), "needs a Discrete one: ppo.py and sac.py")],
+     ("", gym.spaces.Box(-1, 1, (2,)), "Discrete actions: ppo.py and, if bounded, sac.py")],
 )  # fmt: skip
 def test_what_does_not_fit_together_is_refused(arguments, actions, message):
     with pytest.raises(FlagError, match=message):

@@ -112,6 +112,28 @@ def gradients(model, flags, rows):
     return [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.parametrize("use_gru", [False, True])
+def test_parts_of_an_action_are_independent(use_gru):
+    torch.manual_seed(0)
+    space = gym.spaces.MultiDiscrete([2, 5, 3])
+    net, (_, outputs, _) = create_net(ppo.Net, gym.spaces.Box(-1, 1, (4,)), space, use_gru=use_gru)
+    assert outputs["policy_logits"].shape == (2, 3, 3, 5)
+    torch.nn.init.normal_(net.policy.weight, std=0.5)
+    inputs = {"frame": torch.randn(50, 40, 4), "done": torch.zeros(50, 40, dtype=torch.bool)}
+    logits, action = (net(inputs, net.initial_state(40))[0][k] for k in ("policy_logits", "action"))
+    assert action.flatten(0, 1).amax(0).tolist() == [1, 4, 2]
+    policy, other = (ppo.distribution(x, False) for x in (logits, 0.5 * logits))
+    parts = [
+        [torch.distributions.Categorical(logits=x[:, :, i, :n]) for i, n in enumerate(space.nvec)]
+        for x in (logits, 0.5 * logits)
+    ]
+    log_prob = sum(part.log_prob(action[..., i]) for i, part in enumerate(parts[0]))
+    torch.testing.assert_close(policy.log_prob(action), log_prob)
+    torch.testing.assert_close(policy.entropy(), sum(part.entropy() for part in parts[0]))
+    kl = sum(map(torch.distributions.kl_divergence, *parts))
+    torch.testing.assert_close(torch.distributions.kl_divergence(policy, other), kl)
+
+
 @pytest.mark.parametrize("penalty", ["clip", "kl"])
 def test_what_stands_in_a_row_after_an_end_changes_no_gradient(penalty):
     model, flags = Table(), parse(f"--penalty {penalty}")

@@ -15,6 +15,7 @@ from torch import nn
 
 import sac
 from beast.errors import FlagError
+from beast.learners.nets import create_net
 from beast.learners.replay import Handle, Sample
 
 BOX, ACTIONS = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Box(-1, 1, (2,))
@@ -198,11 +199,13 @@ def test_the_value_of_a_linear_system_is_riccatis():
 @pytest.mark.parametrize(
     ("observations", "actions", "message"),
     [(BOX, gym.spaces.Discrete(2), "needs a bounded Box: dqn.py takes Discrete"),
-     (gym.spaces.Box(0, 255, (3, 96, 96), np.uint8), ACTIONS, "observations are images")],
+     (gym.spaces.Dict(a=gym.spaces.Box(0, 255, (3, 96, 96), np.uint8)), ACTIONS,
+      "observations are images")],
 )  # fmt: skip
 def test_spaces_it_does_not_take_are_refused(observations, actions, message):
     with pytest.raises(FlagError, match=message):
-        sac.resolve(sac.parser.parse_args([]), observations, actions)
+        flags = sac.resolve(sac.parser.parse_args([]), observations, actions)
+        create_net(sac.Net, observations, actions, **sac.net_arguments(flags))
 
 
 SMALL = "--learning_starts 100 --batch_size 32 --replay_ratio 32"

@@ -11,6 +11,7 @@ import numpy as np
 
 from beast.envs.ale_vector import AtariEnvironments
 from beast.envs.spaces import (
+    ACTION_MASK,
     action_range,
     check_mask,
     count_actions,
@@ -23,6 +24,8 @@ from beast.envs.spaces import (
 )
 from beast.errors import EnvError, FlagError
 from libtorchbeast.rows import Rows, count_games, draw_seeds, read_step, write_observation
+
+SAID = (gym.error.Error, FlagError, ImportError)  # whose messages say what to change
 
 
 def create_environments(flags, create_env, num_envs, seed, name):
@@ -80,10 +83,9 @@ class Environments:
                     hint = ""
                     if isinstance(error, gym.error.UnregisteredEnv):
                         hint = " Name one that a package registers as package:ID"
-                    # Gymnasium's errors, such as those of unknown names, say what to change.
                     raise EnvError(
                         f"{name}: cannot create environment {i}: {_describe(error)}{hint}"
-                    ) from (None if isinstance(error, gym.error.Error) else error)
+                    ) from (None if isinstance(error, SAID) else error)
             self._check_spaces()
         except BaseException:
             self.close()
@@ -112,7 +114,8 @@ class Environments:
     @property
     def stack_size(self):
         """Number of frames stacked in an observation; 0 if unknown."""
-        return int(self._wrapper_attr("stack_size", 0))
+        is_stack = isinstance(self.observation_space, gym.spaces.Box)
+        return int(self._wrapper_attr("stack_size", 0)) if is_stack else 0
 
     @property
     def frame_skip(self):
@@ -184,10 +187,12 @@ class Environments:
         except Exception as error:
             raise self._error(i, f"step({action}) raised {_describe(error)}") from error
         try:
-            observation, *outcome = result
-            outcome = read_step(*outcome)
+            observation, *outcome, info = result
+            outcome = read_step(*outcome, info)
         except (TypeError, ValueError) as error:
             raise self._error(i, _describe_result(result) or str(error)) from None
+        if self.watched_steps > 0 and ACTION_MASK in info:
+            self._warn_of_mask(i)
         self.row["last_action"][i] = action
         if self._rows.step(i, *outcome):
             self._reset(i)
@@ -225,6 +230,13 @@ class Environments:
                 path, i, space = found
                 what = f"{path} has numbers outside its space, {space}: correct them, or its bounds"
                 logging.warning("%s", self._error(i, what))
+
+    def _warn_of_mask(self, i):
+        if ACTION_MASK not in getattr(self.observation_space, "spaces", ()):
+            self.watched_steps = 0
+            what = "info has an action_mask, but the observation has none, so the net ignores it: "
+            what += "let reset return it, too, and create_env wrap it by gym_envs.ObserveMask"
+            logging.warning("%s", self._error(i, what))
 
     def _wrapper_attr(self, name, default):
         try:

@@ -6,7 +6,7 @@ import functools
 import gymnasium as gym
 import numpy as np
 
-from beast.envs.atari_games import is_game  # noqa: F401 - programs use it
+from beast.envs.atari_games import is_game, is_spec_of_game  # noqa: F401 - programs use is_game
 from beast.envs.spaces import ACTION_MASK
 from beast.errors import FlagError
 
@@ -28,11 +28,14 @@ def create(flags):
         if flags.render_mode is not None or "render_mode" not in str(error):
             raise
         env = make(render_mode=None)
+    if is_spec_of_game(env.spec):  # which is_game does not know by this name
+        raise FlagError(f"{flags.env} is ale-py's {env.spec.id}: give --env {env.spec.id}")
     if flags.observation_keys:
-        env = _keep(env, flags.observation_keys.split(","))
-    if isinstance(env.action_space, gym.spaces.Discrete):
-        _, info = env.reset(seed=0)
-        if ACTION_MASK in info:
+        env = _keep(env, flags.observation_keys.replace(" ", "").split(","))
+    has_mask = ACTION_MASK in getattr(env.observation_space, "spaces", ())
+    if isinstance(env.action_space, gym.spaces.Discrete) and not has_mask:
+        result = env.reset(seed=0)
+        if isinstance(result, tuple) and ACTION_MASK in result[-1]:
             env = ObserveMask(env)
     return env
 
@@ -42,8 +45,8 @@ def _keep(env, keys):
     known = list(space.spaces) if isinstance(space, gym.spaces.Dict) else []
     if unknown := [key for key in keys if key not in known]:
         raise FlagError(
-            f"--observation_keys has {', '.join(unknown)}, but observations are {space}: name "
-            f"{', '.join(known) if known else 'none'}"
+            f"--observation_keys has {', '.join(unknown)}, but observations are {space}: "
+            + (f"name some of {', '.join(known)}" if known else "leave the flag out")
         )
     if len(keys) == 1 and keys[0] != ACTION_MASK:
         return gym.wrappers.TransformObservation(env, lambda x: x[keys[0]], space[keys[0]])
@@ -51,7 +54,10 @@ def _keep(env, keys):
 
 
 class ObserveMask(gym.Wrapper):
-    """Adds info["action_mask"] to the observation, which becomes, or is, a Dict."""
+    """Adds info["action_mask"] to the observation, which becomes, or is, a Dict.
+
+    `info` must have it in each step, but for the last one of an episode.
+    """
 
     def __init__(self, env):
         super().__init__(env)
@@ -66,12 +72,16 @@ class ObserveMask(gym.Wrapper):
         return self._observe(observation, info), info
 
     def step(self, action):
-        observation, *others, info = self.env.step(action)
-        return self._observe(observation, info), *others, info
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if terminated or truncated:
+            info = {ACTION_MASK: np.ones(self.action_space.n)} | info
+        return self._observe(observation, info), reward, terminated, truncated, info
 
     def _observe(self, observation, info):
         space = self.observation_space[ACTION_MASK]
-        mask = np.asarray(info[ACTION_MASK]).astype(space.dtype)
+        if ACTION_MASK not in info:
+            raise ValueError("info has no 'action_mask' in this step, but it had one after reset")
+        mask = (np.asarray(info[ACTION_MASK]) != 0).astype(space.dtype)
         if mask.shape != space.shape:
             raise ValueError(
                 f"info['action_mask'] has the shape {list(mask.shape)}, but there are "

@@ -7,12 +7,12 @@ import math
 import gymnasium as gym
 import numpy as np
 
-from beast.errors import EnvError
+from beast.errors import EnvError, FlagError
 
 # Of spaces that another machine names: bytes of an observation, as of a message, and actions.
 MAX_BYTES, MAX_ACTIONS = 2**28, 2**20
 MAX_DEPTH = 32  # of nests, as in messages
-ACTION_MASK = "action_mask"  # the key, in a Dict or in info, of which actions are allowed
+ACTION_MASK = "action_mask"  # its key, in a Dict observation or in info
 
 
 def _check_package(space, name):
@@ -68,10 +68,21 @@ def empty_observation(space, num_envs, path="observation", advice=""):
     return np.zeros((num_envs, *space.shape), space.dtype)
 
 
+def leaves(space, path=()):
+    """Yield the path (keys and numbers) and the space of each part of a nest."""
+    if not isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        yield path, space
+        return
+    keys = space.spaces if isinstance(space, gym.spaces.Dict) else range(len(space.spaces))
+    for key in keys:
+        yield from leaves(space[key], (*path, key))
+
+
 def _is_array(space):
-    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
-        return all(map(_is_array, getattr(space.spaces, "values", lambda: space.spaces)()))
-    return space.shape is not None and space.dtype is not None and space.dtype.kind in "biuf"
+    return all(
+        part.shape is not None and part.dtype is not None and part.dtype.kind in "biuf"
+        for _, part in leaves(space)
+    )
 
 
 def count_actions(space):
@@ -125,6 +136,16 @@ def to_action(space, action):
     return np.clip(action.astype(space.dtype), space.low, space.high)
 
 
+def check_discrete(space):
+    """Raise a FlagError that names the programs for other actions."""
+    if not isinstance(space, gym.spaces.Discrete):
+        others = "ppo.py and, if bounded, sac.py take" if isinstance(space, gym.spaces.Box) else ""
+        raise FlagError(
+            f"the action space is {space}, but Net chooses Discrete actions: "
+            f"{others or 'ppo.py takes'} it; or edit Net and the loss (docs/environment.md)"
+        )
+
+
 def check_mask(observation_space, action_space):
     """Raise an EnvError if a Dict has an action mask that does not fit the actions."""
     if (
@@ -137,7 +158,7 @@ def check_mask(observation_space, action_space):
     if size is None or mask.shape != (size,):
         raise EnvError(
             f"observation['{ACTION_MASK}'] is {mask}, but the action space is {action_space}: a "
-            "mask has a number for each of Discrete actions; give it another key if it is none"
+            "mask has a number for each Discrete action; rename the key if it is no mask"
         )
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from beast.envs.spaces import check_discrete as check_discrete  # programs use it
 from beast.envs.spaces import count_actions, empty_actions, empty_observation
 from beast.errors import FlagError
 from beast.learners import learner_group
@@ -51,7 +52,7 @@ def create_net(net_class, observation_space, action_space, **arguments):
         raise FlagError(
             f"{where} cannot be made for {spaces} ({type(error).__name__}: {error}): edit it, see "
             "docs/model.md"
-        ) from error
+        ) from (None if isinstance(error, ValueError) else error)
     rows = sample_rows(observation_space, action_space)
     try:
         with torch.no_grad():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What observations are to a net: images, numbers, and which actions are allowed."""
+"""Split observations into images, vectors and action masks."""
 
 import math
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from beast.envs.spaces import ACTION_MASK
+from beast.envs.spaces import ACTION_MASK, leaves
 from beast.nest import map_nest
 
 LARGEST_PIXEL = 2**16 - 1  # beyond it, bounds say what a dtype can hold, not what pixels are
@@ -29,43 +29,52 @@ def find_image(space, channels_last=None):
     """Return the Image that observations of a space are; None where they are none.
 
     Images are Boxes of three dimensions, of integers, bools, or floats that have bounds, with at
-    least three pixels each way. If two
-    sides are equal, the third is the channels; if all are equal, the last, as in Gymnasium and
-    MinAtar. Otherwise it is the first or last side, if that is clearly the shortest.
+    least MIN_SIDE pixels each way. If the middle side equals one of the others, the third is the
+    channels; if all are equal, the last, as in Gymnasium and MinAtar. Otherwise it is the first or
+    last side, if that is clearly the shortest. Floats of any other shape are no image.
 
     Args:
       channels_last: whether an image is [H, W, C], if its shape does not show it.
 
     Raises:
-      ValueError: the space does not show where the channels are, or how large pixels can be.
+      ValueError: the space does not show whether it is an image, where the channels are, or how
+        large pixels can be.
     """
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 3 or 0 in space.shape:
+    if not isinstance(space, gym.spaces.Box) or 0 in space.shape:
         return None
-    scale = _largest(space)
-    is_known = scale <= LARGEST_PIXEL
-    if space.dtype.kind == "f" and not is_known:
-        return None
-    first, middle, last = space.shape
-    end, other = sorted((first, last))
-    if channels_last is None:
-        if middle in (first, last):
-            channels_last = middle == first
-        elif end < middle and (end <= 4 < other or 2 * end <= min(middle, other)):
-            channels_last = last == end
-        else:
-            raise ValueError(
-                f"the channels of {space} may be first or last: in the net, write "
-                "nets.Observations(observation_space, channels_last=True), or False"
-            )
-    if not is_known:
+    is_float, sides = space.dtype.kind == "f", space.shape
+    if len(sides) in (2, 4) and sum(side >= 36 for side in sides) > 1 and not is_float:
         raise ValueError(
-            f"the pixels of {space} may be as large as {scale:.3g}, so their scale is not known: "
-            "give the Box the bounds of what it holds"
+            f"{space} may be an image or a stack of some: give it three dimensions, or one, by "
+            "gymnasium.wrappers.ReshapeObservation in create_env"
         )
-    channels, *size = (last, first, middle) if channels_last else space.shape
+    if len(sides) != 3 or min(sides[1], max(sides[0], sides[2])) < MIN_SIDE:
+        return None
+    first, middle, last = sides
+    end, other = sorted((first, last))
+    if middle in (first, last):
+        channels_last = middle == first
+    elif end < middle and (end <= 4 < other or 2 * end <= min(middle, other)):
+        channels_last = last == end
+    elif channels_last is None and is_float:
+        return None
+    elif channels_last is None:
+        raise ValueError(
+            f"the channels of {space} may be first or last: in the net, write "
+            "nets.Observations(observation_space, channels_last=True), or False"
+        )
+    channels, *size = (last, first, middle) if channels_last else sides
     if min(size) < MIN_SIDE:
         return None
-    return Image(channels, *size, channels_last, scale or 1.0)
+    scale = _largest(space)
+    if scale <= LARGEST_PIXEL:
+        return Image(channels, *size, channels_last, scale or 1.0)
+    if is_float:
+        return None
+    raise ValueError(
+        f"the pixels of {space} may be as large as {scale:.3g}, so their scale is not known: "
+        "give the Box the bounds of what it holds"
+    )
 
 
 def scale_image(x, image):
@@ -101,7 +110,7 @@ class Observations(nn.Module):
         super().__init__()
         self.has_mask = isinstance(space, gym.spaces.Dict) and ACTION_MASK in space.spaces
         self.images, self._image_paths, self._paths, others = [], [], [], []
-        for path, part in _leaves(space):
+        for path, part in leaves(space):
             if path == (ACTION_MASK,):
                 continue
             if (image := find_image(part, channels_last)) is not None:
@@ -112,6 +121,8 @@ class Observations(nn.Module):
                 self._paths.append(path)
         self.one_hot = OneHot(gym.spaces.Tuple(others))
         self.size = self.one_hot.size
+        if not self.images and not self.size:
+            raise ValueError(f"there is nothing to observe in {space}")
 
     def forward(self, frame):
         """Return images, a list of [N, C, H, W], and vectors [N, size], or None.
@@ -121,8 +132,11 @@ class Observations(nn.Module):
         """
         paths = zip(self._image_paths, self.images, strict=True)
         images = [scale_image(_get(frame, path), image) for path, image in paths]
-        others = tuple(_get(frame, path) for path in self._paths)
-        return images, self.one_hot(others) if self.size else None
+        return images, self.vector(frame) if self.size else None
+
+    def vector(self, frame):
+        """Return vectors [N, size] of a nest of [N, ...]."""
+        return self.one_hot(tuple(_get(frame, path) for path in self._paths))
 
     def mask(self, logits, frame):
         """Return logits [N, A], or values, in which those of forbidden actions are FORBIDDEN.
@@ -142,11 +156,12 @@ class Observations(nn.Module):
     def describe(self):
         """Return in words how observations are taken, for the log."""
         parts = [
-            f"an image of {image.height} x {image.width} pixels with {image.channels} channels "
-            f"{'last' if image.is_channels_last else 'first'}, divided by {image.scale:g}"
-            for image in self.images
+            f"an image{_name([path])} of {image.height} x {image.width} pixels with "
+            f"{image.channels} channels {'last' if image.is_channels_last else 'first'}, divided "
+            f"by {image.scale:g}"
+            for path, image in zip(self._image_paths, self.images, strict=True)
         ]
-        parts += [f"a vector of {self.size} numbers"] if self.size else []
+        parts += [f"a vector{_name(self._paths)} of {self.size} numbers"] if self.size else []
         parts += ["a mask of actions"] if self.has_mask else []
         return ", ".join(parts)
 
@@ -156,14 +171,10 @@ def _largest(box):
     return float(max(np.abs(bound.astype(np.float64)).max() for bound in (box.low, box.high)))
 
 
-def _leaves(space, path=()):
-    """Yield the path and space of each part of a nest."""
-    if not isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
-        yield path, space
-        return
-    keys = space.spaces if isinstance(space, gym.spaces.Dict) else range(len(space.spaces))
-    for key in keys:
-        yield from _leaves(space[key], (*path, key))
+def _name(paths):
+    """Return the parts of a nest in words; nothing where there is but one."""
+    names = ["".join(f"[{key!r}]" for key in path) for path in paths]
+    return f" ({', '.join(names)})" if any(names) else ""
 
 
 def _get(nest, path):
@@ -220,7 +231,7 @@ class OneHot(nn.Module):
 
 def _scales(space):
     """Yield what each number of an observation is divided by."""
-    for _, part in _leaves(space):
+    for _, part in leaves(space):
         scale = 1.0
         if isinstance(part, gym.spaces.Box) and part.dtype.kind in "iu" and math.prod(part.shape):
             scale = _largest(part)
@@ -232,7 +243,7 @@ def _choices(space):
 
     Both are 0 for numbers that are not categorical, such as those of a Box.
     """
-    for _, part in _leaves(space):
+    for _, part in leaves(space):
         if isinstance(part, gym.spaces.Discrete):
             yield int(part.n), int(part.start)
         elif isinstance(part, gym.spaces.MultiDiscrete):

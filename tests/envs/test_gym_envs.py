@@ -6,10 +6,11 @@ import types
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Text, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
 
 from beast.envs import gym_envs
 from beast.envs.environments import Environments, try_out
+from beast.envs.spaces import check_discrete
 from beast.errors import EnvError, FlagError
 
 
@@ -34,7 +35,7 @@ BOX = Box(-1, 1, (3,))
 
 
 def create(monkeypatch, space, info=(), keys=None, action_space=None, render_mode=None):
-    arguments = {"space": space, "info": info, "action_space": action_space or Discrete(4)}
+    arguments = {"space": space, "info": dict(info), "action_space": action_space or Discrete(4)}
     monkeypatch.setattr(gym.registry["Any-v0"], "kwargs", arguments)
     return gym_envs.create(
         types.SimpleNamespace(env="Any-v0", render_mode=render_mode, observation_keys=keys)
@@ -65,6 +66,40 @@ def test_a_mask_in_info_becomes_a_part_of_the_observation(monkeypatch):
     assert create(monkeypatch, BOX).observation_space == BOX
 
 
+def test_a_step_without_the_mask_is_named_but_for_the_last_one(monkeypatch):
+    env = create(monkeypatch, BOX, {"action_mask": np.ones(4)})
+    env.reset()
+    inner = env.unwrapped
+    monkeypatch.setattr(inner, "step", lambda a: (BOX.sample(), 0.0, a == 1, False, {}))
+    assert env.step(1)[0]["action_mask"].all()
+    with pytest.raises(ValueError, match="info has no 'action_mask' in this step"):
+        env.step(0)
+
+
+def test_a_mask_that_the_net_does_not_get_is_told(monkeypatch, caplog):
+    env = create(monkeypatch, BOX)
+    env.unwrapped.info["action_mask"] = np.ones(4)
+    try_out(Environments(lambda: env, 1, 1))
+    assert "info has an action_mask, but the observation has none" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("env_id", "known"),
+    [("PongNoFrameskip", "PongNoFrameskip-v4"), ("ale_py:ALE/Pong-v5", "ALE/Pong-v5")],
+)
+def test_a_game_by_another_name_is_not_played_unprocessed(env_id, known):
+    flags = types.SimpleNamespace(env=env_id, render_mode=None, observation_keys=None)
+    assert not gym_envs.is_game(env_id)
+    with pytest.raises(FlagError, match=f"is ale-py's {known}: give --env {known}"):
+        gym_envs.create(flags)
+
+
+@pytest.mark.parametrize(("space", "program"), [(BOX, "sac.py"), (MultiDiscrete([2]), "ppo.py")])
+def test_other_actions_are_refused_with_who_takes_them(space, program):
+    with pytest.raises(FlagError, match=f"the action space is .*{program}"):
+        check_discrete(space)
+
+
 def test_a_mask_of_another_length_is_refused(monkeypatch):
     env = create(monkeypatch, BOX, {"action_mask": np.ones(3, np.int8)})
     with pytest.raises(ValueError, match=r"has the shape \[3\], but there are 4 actions"):
@@ -81,9 +116,9 @@ def test_text_is_refused_by_its_key_which_a_flag_leaves_out(monkeypatch):
     assert set(create(monkeypatch, space, (), "image,turn").observation_space) == {"image", "turn"}
     env = create(monkeypatch, space, (), "image")
     assert env.observation_space == BOX and BOX.contains(env.reset()[0])
-    with pytest.raises(FlagError, match="has board, but .*: name image, mission, turn"):
+    with pytest.raises(FlagError, match="has board, but .*: name some of image, mission, turn"):
         create(monkeypatch, space, (), "image,board")
-    with pytest.raises(FlagError, match="has image, but .*: name none"):
+    with pytest.raises(FlagError, match="has image, but .*: leave the flag out"):
         create(monkeypatch, BOX, (), "image")
 
 

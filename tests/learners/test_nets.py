@@ -16,7 +16,7 @@ import ppo
 from beast.errors import FlagError
 from beast.learners import nets
 from beast.learners.nets import create_net, sample_rows
-from beast.learners.observations import OneHot, find_image
+from beast.learners.observations import Observations, OneHot, find_image
 from beast.nest import map_nest
 
 T, B, A = 6, 3, 5
@@ -303,7 +303,22 @@ def test_channels_are_the_odd_side_or_the_clearly_shorter_end(shape, channels):
 
 
 def test_what_has_no_pixels_is_no_image():
-    assert find_image(gym.spaces.Box(0, 255, (0, 84, 84), np.uint8)) is None
+    for shape in ((0, 84, 84), (2, 2, 2), (3, 2, 5), (21, 79), (7,)):
+        assert find_image(gym.spaces.Box(0, 255, shape, np.uint8)) is None
+    for high in (1, np.inf):  # channels that cannot be known, no bounds
+        assert find_image(gym.spaces.Box(0, high, (5, 6, 7))) is None
+
+
+@pytest.mark.parametrize("shape", [(84, 84), (4, 84, 84, 3)])
+def test_images_of_two_or_four_dimensions_are_refused(shape):
+    with pytest.raises(ValueError, match="three dimensions, or one, by .*ReshapeObservation"):
+        find_image(gym.spaces.Box(0, 255, shape, np.uint8))
+
+
+def test_channels_last_is_for_shapes_that_do_not_show_it():
+    unclear = gym.spaces.Box(0, 255, (84, 90, 80), np.uint8)
+    first, other = Observations(gym.spaces.Dict(a=SPACE, b=unclear), channels_last=True).images
+    assert first[:3] == (4, 84, 84) and other[:3] == (80, 84, 90)
 
 
 @pytest.mark.parametrize(
