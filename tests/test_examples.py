@@ -53,6 +53,7 @@ GOALS = [
     (None, "MinAtar/Breakout-v1", 2.5),  # a random player's is 0.6
     (None, f"CartPole-v1 {CONTROL}", 400),  # 30
     (None, "recall:Recall-v0 --use_lstm", 0.9),  # 0
+    ("attention", "recall:Recall-v0 --use_lstm", 0.9),
     ("find", "find", 0.9),  # 0; takes both the board and the goal
     ("multi_discrete", "dials:Dials-v0", 0.8),  # 0.4
     ("gaussian", f"InvertedPendulum-v5 {CONTROL}", 950),  # 20
