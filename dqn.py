@@ -180,7 +180,7 @@ class Net(nn.Module):
         super().__init__()
         self.num_actions, self.num_atoms = num_actions, num_atoms
         self.observations = nets.Observations(observation_space)  # splits frames
-        self.knows_bf16 = bool(self.observations.images)  # the last layers stay in float32
+        self.knows_bf16 = bool(self.observations.images)  # vectors gain nothing by it
         self.trunk = nets.Trunk(self.observations, nets.shallow_conv)
         size = self.trunk.size
         self.lstm = nn.LSTM(size + num_actions + 1, 256) if use_lstm else None

@@ -125,7 +125,7 @@ class Net(nn.Module):
     def __init__(self, observation_space, num_actions):
         super().__init__()
         self.observations = nets.Observations(observation_space)  # splits frames
-        self.knows_bf16 = bool(self.observations.images)  # the last layers stay in float32
+        self.knows_bf16 = bool(self.observations.images)  # vectors gain nothing by it
         self.trunk = nets.Trunk(self.observations, nets.shallow_conv)
         size, self.baseline_trunk = self.trunk.size, None
         if not self.observations.images:

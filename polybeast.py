@@ -136,7 +136,7 @@ class Net(nn.Module):
         super().__init__()
         self.num_actions = num_actions
         self.observations = nets.Observations(observation_space)  # splits frames
-        self.knows_bf16 = bool(self.observations.images)  # the last layers stay in float32
+        self.knows_bf16 = bool(self.observations.images)  # vectors gain nothing by it
         conv, num_features = (deep_conv, 256) if model == "deep" else (nets.shallow_conv, 512)
         self.trunk = nets.Trunk(self.observations, conv, num_features)
         for block in self.trunk.modules():

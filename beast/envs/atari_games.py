@@ -7,7 +7,7 @@ import gymnasium as gym
 
 from beast.errors import FlagError
 
-OTHERS = "edit create_env (docs/environment.md); ppo.py and gala.py take others, too, as package:ID"
+OTHERS = "give others without --env_backend ale_vector"
 
 
 def is_game(env_id):
