@@ -35,9 +35,9 @@ run.add_argument("--env", default="PongNoFrameskip-v4",
                  help="Environment of Gymnasium, as ID or module:ID. Learners compare this name.")
 run.add_argument("--observation_keys", metavar="KEY,...",
                  help="Observe only these parts of a Dict.")
-run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector"],
-                 help="gym: environments stepped one by one; ale_vector: ale-py's AtariVectorEnv, "
-                 "whose games differ a little (docs/environment.md).")
+run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector", "envpool"],
+                 help="gym: environments of create_env, one by one; ale_vector: Atari games of "
+                 "ale-py's AtariVectorEnv; envpool: ids of EnvPool (docs/environment.md).")
 run.add_argument("--seed", type=non_negative(int),
                  help="Seed of the environments if the learner sends none. Default: random.")
 run.add_argument("--server_address", default="127.0.0.1:50051",

@@ -14,6 +14,7 @@ import sys
 
 import torch
 
+from beast.envs import envpool_envs
 from beast.errors import EnvError, FlagError, format_cause
 from beast.learners import elastic, torchrun
 from beast.parser import Parser, folder_name, non_negative, positive
@@ -51,9 +52,9 @@ def create_parser(program, description, without=(), env="PongNoFrameskip-v4"):
     add(run, "env", metavar="ID",
         help=f"Environment of Gymnasium, as ID or module:ID. Default: {env}.")
     add(run, "observation_keys", metavar="KEY,...", help="Observe only these parts of a Dict.")
-    add(run, "env_backend", default="gym", choices=["gym", "ale_vector"],
-        help="Atari environments in training: gym: stepped one by one; ale_vector: ale-py's "
-        "AtariVectorEnv (docs/environment.md).")
+    add(run, "env_backend", default="gym", choices=["gym", "ale_vector", "envpool"],
+        help="gym: create_env, one by one; ale_vector: ale-py's AtariVectorEnv, in training; "
+        "envpool: EnvPool's ids (docs/environment.md).")
     add(run, "xpid", type=folder_name, metavar="NAME", help="Name of the run, which is resumed if "
         "it has a checkpoint. Default: PROGRAM-TIMESTAMP; with --mode test, the latest run.")
     add(run, "savedir", default="~/logs/torchbeast", metavar="DIR", help="Folder of all runs.")
@@ -168,6 +169,9 @@ def _fill_in(parser, argv, flags):
     if wants_wandb and importlib.util.find_spec("wandb") is None:
         raise FlagError("--wandb needs a package that is not installed: pip install wandb")
     evaluate.check_flags(flags)
+    plays = flags.mode != "train" or not getattr(flags, "server_addresses", None)
+    if plays and flags.env_backend == "envpool":
+        envpool_envs.check_installed()
     if flags.mode == "train" and not flags.disable_checkpoint:
         checkpoint.to_bytes(vars(flags), "flags")
     return flags

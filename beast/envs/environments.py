@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 
 from beast.envs.ale_vector import AtariEnvironments
+from beast.envs.envpool_envs import EnvPoolEnvironments
 from beast.envs.spaces import (
     ACTION_MASK,
     action_range,
@@ -29,7 +30,7 @@ SAID = (gym.error.Error, FlagError, ImportError)  # whose messages say what to c
 
 
 def create_environments(flags, create_env, num_envs, seed, name):
-    """Return environments of --env_backend: an Environments or an AtariEnvironments.
+    """Return environments of --env_backend: an Environments, or what can be used like it.
 
     Args:
       create_env: called with the flags; returns a Gymnasium environment.
@@ -37,6 +38,8 @@ def create_environments(flags, create_env, num_envs, seed, name):
     """
     if flags.env_backend == "ale_vector":
         return AtariEnvironments(flags, num_envs, seed, name)
+    if flags.env_backend == "envpool":
+        return EnvPoolEnvironments(flags, num_envs, seed, name)
     return Environments(lambda: create_env(flags), num_envs, seed, name)
 
 

@@ -31,7 +31,7 @@ def create(flags):
     if is_spec_of_game(env.spec):  # which is_game does not know by this name
         raise FlagError(f"{flags.env} is ale-py's {env.spec.id}: give --env {env.spec.id}")
     if flags.observation_keys:
-        env = _keep(env, flags.observation_keys.replace(" ", "").split(","))
+        env = _keep(env, read_keys(env.observation_space, flags.observation_keys))
     has_mask = ACTION_MASK in getattr(env.observation_space, "spaces", ())
     if isinstance(env.action_space, gym.spaces.Discrete) and not has_mask:
         result = env.reset(seed=0)
@@ -40,14 +40,20 @@ def create(flags):
     return env
 
 
-def _keep(env, keys):
-    space = env.observation_space
+def read_keys(space, text):
+    """Return the keys in `text`, of --observation_keys; raise a FlagError if `space` lacks one."""
+    keys = text.replace(" ", "").split(",")
     known = list(space.spaces) if isinstance(space, gym.spaces.Dict) else []
     if unknown := [key for key in keys if key not in known]:
         raise FlagError(
             f"--observation_keys has {', '.join(unknown)}, but observations are {space}: "
             + (f"name some of {', '.join(known)}" if known else "leave the flag out")
         )
+    return keys
+
+
+def _keep(env, keys):
+    space = env.observation_space
     if len(keys) == 1 and keys[0] != ACTION_MASK:
         return gym.wrappers.TransformObservation(env, lambda x: x[keys[0]], space[keys[0]])
     return gym.wrappers.FilterObservation(env, keys)

@@ -37,7 +37,8 @@ def start_fork_server():
     """Start the fork server; return its multiprocessing context."""
     context = multiprocessing.get_context("forkserver")
     modules = ["__main__", "torch", "gymnasium", "ale_py"]
-    modules += ["cv2"] if "cv2" in sys.modules else []  # a sample environment has imported it
+    # What a sample environment has imported.
+    modules += [name for name in ("cv2", "envpool") if name in sys.modules]
     context.set_forkserver_preload(modules)
     # Before the server, since we may be killed at any moment after it has made its socket there.
     _remove_after_death(_make_socket_folder())
