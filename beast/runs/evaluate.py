@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from beast.envs.atari_games import human_normalized, is_spec_of_game
-from beast.envs.environments import Environments
+from beast.envs.environments import Environments, create_environments
 from beast.errors import EnvError, FlagError
 from beast.nest import map_nest
 from beast.parser import non_negative, positive
@@ -68,6 +68,11 @@ def check_flags(flags):
             raise FlagError(f"--{name} is for --mode test, not for --mode {flags.mode}")
     if flags.record_video is not None and importlib.util.find_spec("moviepy") is None:
         raise FlagError("--record_video needs a package that is not installed: pip install moviepy")
+    shows = flags.mode == "test_render" or flags.record_video is not None
+    if shows and flags.env_backend == "envpool":
+        raise FlagError(
+            "--env_backend envpool plays without pictures: use --mode test without --record_video"
+        )
 
 
 def test(flags, create_env, net_class, describe=None):
@@ -101,7 +106,12 @@ def test(flags, create_env, net_class, describe=None):
         return env if flags.record_video is None else record_video(env, flags, saved["step"])
 
     seed = [0 if flags.seed is None else flags.seed, 2**31]  # not the games of training
-    environments = Environments(create_test_env, num_envs, seed, "test")
+    if flags.env_backend == "envpool":  # Gymnasium may not know these
+        environments = create_environments(flags, create_env, num_envs, seed, "test")
+        game = environments.game
+    else:
+        environments = Environments(create_test_env, num_envs, seed, "test")
+        game = game_name(environments.envs[0])
     try:
         torch.manual_seed(np.random.SeedSequence(seed).generate_state(1)[0].item())
         model = net_class(environments.observation_space, environments.num_actions)
@@ -116,7 +126,7 @@ def test(flags, create_env, net_class, describe=None):
             games.append((game_return, game_step))
             print(f"game {len(games)}: return {game_return:g} in {game_step} steps", flush=True)
         result = {"step": saved["step"], "protocol": protocol}
-        result |= summarize(*zip(*games, strict=True), game_name(environments.envs[0]))
+        result |= summarize(*zip(*games, strict=True), game)
     finally:
         environments.close()
     print(describe_result(result))
@@ -216,25 +226,31 @@ def game_name(env):
 
 def describe_protocol(environments, flags):
     """Return one line that describes the evaluation protocol."""
-    env = environments.envs[0]
     parts = ["whole games", "raw rewards", "greedy" if flags.greedy else "sampling"]
     parts.append(f"{environments.num_actions} actions")
-    if game_name(env) is not None:
-        known = dict(env.unwrapped.spec.kwargs)
-        for name in ("noop_max", "frame_skip"):
-            if env.has_wrapper_attr(name):
-                known[name] = env.get_wrapper_attr(name)
-        texts = {
-            "noop_max": "1 to {} idle frames first",
-            "frame_skip": "frame skip {}",
-            "repeat_action_probability": "sticky actions {:g}",
-            "max_num_frames_per_episode": "at most {:,} frames a game",
-        }
-        parts += [text.format(known[name]) for name, text in texts.items() if name in known]
-        wrappers = str(env)  # names all of them
-        parts += ["each life an episode"] * ("EpisodicLife" in wrappers)
-        parts += ["FIRE pressed to begin an episode"] * ("FireReset" in wrappers)
+    if flags.env_backend == "envpool":
+        parts += environments.describe_protocol()
+    elif game_name(environments.envs[0]) is not None:
+        parts += _describe_game(environments.envs[0])
     return ", ".join([*parts, f"{environments.num_envs} at once"])
+
+
+def _describe_game(env):
+    known = dict(env.unwrapped.spec.kwargs)
+    for name in ("noop_max", "frame_skip"):
+        if env.has_wrapper_attr(name):
+            known[name] = env.get_wrapper_attr(name)
+    texts = {
+        "noop_max": "1 to {} idle frames first",
+        "frame_skip": "frame skip {}",
+        "repeat_action_probability": "sticky actions {:g}",
+        "max_num_frames_per_episode": "at most {:,} frames a game",
+    }
+    parts = [text.format(known[name]) for name, text in texts.items() if name in known]
+    wrappers = str(env)  # names all of them
+    parts += ["each life an episode"] * ("EpisodicLife" in wrappers)
+    parts += ["FIRE pressed to begin an episode"] * ("FireReset" in wrappers)
+    return parts
 
 
 def check_rendering(create_env, flags):
