@@ -5,7 +5,7 @@
     PYTHONPATH=examples python monobeast.py --env connect_four:ConnectFour-v0 --xpid NAME
     PYTHONPATH=examples python -m connect_four --xpid NAME --greedy    # plays 200 games each
 
-For another game of two players who take turns, with a mask of actions, change `raw_env`.
+For another game of two players who take turns, with a mask of actions, change GAME.
 """
 
 import contextlib
@@ -15,14 +15,15 @@ import sys
 
 import gymnasium as gym
 import numpy as np
+import pettingzoo
 import torch
-from pettingzoo.classic import connect_four_v3
 
 from beast.envs.environments import Environments
 from beast.flags import parse_flags
 from beast.nest import map_nest
 from beast.runs import checkpoint
 
+GAME = "classic/connect_four_v3"
 ENV = "connect_four:ConnectFour-v0"
 NUM_GAMES = 200
 
@@ -45,7 +46,8 @@ class ConnectFour(gym.Env):
     def __init__(self, max_opening=0, render_mode=None):
         self.max_opening = max_opening
         self.render_mode = render_mode
-        self.game = connect_four_v3.raw_env(render_mode=render_mode)
+        # Without its wrappers, which take as long as the game itself and check what nets obey.
+        self.game = pettingzoo.make("aec", GAME, render_mode=render_mode).unwrapped
         player = self.game.possible_agents[0]
         self.observation_space = self.game.observation_space(player)
         self.action_space = self.game.action_space(player)

@@ -31,6 +31,7 @@ ENVS = {
     "ClipAction": ("gymnasium", "MountainCarContinuous-v0"),
     "absent": ("gymnasium", "dials:Dials-v0"),
     "num_goals": ("gymnasium", "find"),
+    "OldPlayer": ("pettingzoo", "connect_four:ConnectFour-v0"),
 }
 # Each example learns in a minute or so on two idle cores. What ends a test is the number of steps:
 # other programs may take the cores.
