@@ -202,7 +202,7 @@ def test_attention_answers_unrolls_of_any_length_equally(apply, load, program):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_attention_has_no_gradient_beyond_an_episode_or_its_window(apply, load, program):
+def test_attention_has_no_gradient_beyond_episode_and_window(apply, load, program):
     net, window = make_attention(load(apply(EXAMPLES[f"attention_{program}"]), program))
     T = 3 * window
     _, (cache, count) = unroll(net, make_vector_rows(T, 3), net.initial_state(3), T)
