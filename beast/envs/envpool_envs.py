@@ -9,7 +9,9 @@ EnvPool reports every end in the step of a time limit as a truncation. So the ti
 families that do not look at theirs are applied here, and Atari's `info` says what else has ended.
 """
 
+import contextlib
 import difflib
+import functools
 import importlib.util
 import re
 import sys
@@ -55,8 +57,7 @@ class EnvPoolEnvironments:
       num_envs: N.
       seed: an int or a sequence of ints, from which each environment draws a seed of its own.
       name: put in front of error messages.
-      num_threads: that step the environments. One by default, since there is a process for each
-        core.
+      num_threads: that step the environments. One, since there is a process for each core.
 
     Attributes:
       game: ale-py's name of the game; None for other environments.
@@ -68,20 +69,23 @@ class EnvPoolEnvironments:
     """
 
     def __init__(self, flags, num_envs, seed, name="environments", num_threads=1):
-        self.name = name
-        self.num_envs = num_envs
+        self.name, self.num_envs = name, num_envs
         self.seeds = draw_seeds(seed, num_envs)
         self._env_id = flags.env
         try:
             check_installed()
+            import envpool  # here, since others do without
+
+            # Bounds of EnvPool are float64, also those of float32 spaces.
+            warnings.filterwarnings("ignore", ".*precision lowered by casting", UserWarning)
             family = _find_family(flags.env)
             options = _atari_options(flags) if family == "atari" else {}
             options |= {"num_envs": num_envs, "num_threads": num_threads, "seed": self.seeds}
             self._limit = NO_LIMIT  # steps of an episode, where it is applied here
             if family in PLAIN_LIMITS:
-                self._limit = _make_spec(flags.env).config.max_episode_steps
+                self._limit = envpool.make_spec(flags.env).config.max_episode_steps
                 options["max_episode_steps"] = min(self._limit + 1, NO_LIMIT)
-            self._options = options
+            self._make = functools.partial(envpool.make_gymnasium, flags.env, **options)
             self._pool = self._make()
             config = self._pool.spec.config
             if config.max_num_players != 1:
@@ -123,17 +127,16 @@ class EnvPoolEnvironments:
         parts, config = ["EnvPool"], self._pool.spec.config
         if self.game is not None:
             parts += [f"up to {config.noop_max} idle frames first", f"frame skip {self.frame_skip}"]
-            parts += [f"sticky actions {config.repeat_action_probability:g}"]
-            parts += [f"at most {config.max_episode_steps:,} steps a game"]
+            parts.append(f"sticky actions {config.repeat_action_probability:g}")
+            parts.append(f"at most {config.max_episode_steps:,} steps a game")
             parts += ["each life an episode"] * self._episodic_life
             parts += ["FIRE pressed to begin an episode"] * config.use_fire_reset
         return parts
 
     def initial(self):
         """Begin every episode anew and return the very first row."""
-        if not self._is_new:  # EnvPool takes seeds when it is made, and only then
-            self._pool = None
-            self._pool = self._make()
+        if not self._is_new:
+            self._pool = self._make()  # EnvPool takes seeds when it is made, and only then
         self._is_new = False
         self._rows.restart()
         self._cut[:] = False
@@ -202,25 +205,15 @@ class EnvPoolEnvironments:
     def close(self):
         self._pool = None  # its destructor ends the threads; its close() does not
 
-    def _make(self):
-        import envpool
-
-        _ignore_casts()
-        return envpool.make_gymnasium(self._env_id, **self._options)
-
     def _keep(self, keys):
         """Observe only the parts of a Dict that `keys` names; one alone, as itself."""
-        if len(keys) == 1 and keys[0] != ACTION_MASK:
-            self._key = keys[0]
-            self.observation_space = self.observation_space[self._key]
-        else:
-            parts = {key: self.observation_space[key] for key in keys}
-            self.observation_space = gym.spaces.Dict(parts)
+        parts = {key: self.observation_space[key] for key in keys}
+        self._key = keys[0] if len(keys) == 1 and keys[0] != ACTION_MASK else None
+        self.observation_space = parts.get(self._key) or gym.spaces.Dict(parts)
 
     def _write_frames(self, observations, columns):
-        if self._key is not None:
-            observations = observations[self._key]
-        self._write(self.row["frame"], observations, columns)
+        part = observations if self._key is None else observations[self._key]
+        self._write(self.row["frame"], part, columns)
 
     def _write(self, target, source, columns):
         if isinstance(target, dict):
@@ -238,8 +231,9 @@ class EnvPoolEnvironments:
         invalid = ~allowed.reshape(self.num_envs, -1).all(axis=1) & ~ended
         if invalid.any():
             i = int(invalid.argmax())
-            what = f"the action is {actions[i]}; it must be from {least} to {largest}"
-            raise self._error(i, what)
+            raise self._error(
+                i, f"the action is {actions[i]}; it must be from {least} to {largest}"
+            )
 
     def _to_actions(self, actions, ended):
         """Return actions as EnvPool takes them, where an action counts."""
@@ -250,8 +244,15 @@ class EnvPoolEnvironments:
             return np.clip(actions.astype(space.dtype), space.low, space.high)
         return actions + space.start
 
+    @contextlib.contextmanager
     def _errors(self, call):
-        return _Errors(f"{self.name}: {self._env_id} in EnvPool, step {self._num_steps}: {call}()")
+        try:
+            yield
+        except Exception as error:
+            raise EnvError(
+                f"{self.name}: {self._env_id} in EnvPool, step {self._num_steps}: {call}() raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _error(self, i, what):
         return EnvError(
@@ -260,32 +261,17 @@ class EnvPoolEnvironments:
         )
 
 
-class _Errors:
-    """A context in which every exception becomes an EnvError that begins with `where`."""
-
-    def __init__(self, where):
-        self._where = where
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, _):
-        if isinstance(error, Exception):
-            raise EnvError(f"{self._where} raised {kind.__name__}: {error}") from error
-
-
 def _find_family(env_id):
     """Return the part of EnvPool that has an id, such as "atari" or "mujoco.gym".
 
     Raises:
       FlagError: none has it; the message names near matches.
     """
-    import envpool
     from envpool.registration import registry
 
     if env_id in registry.specs:
         return registry.specs[env_id][0].removeprefix("envpool.")
-    ids = {i.lower(): i for i in envpool.list_all_envs()}
+    ids = {i.lower(): i for i in registry.specs}
     # Without what other packages have around a name: ALE/Pong-v5, PongNoFrameskip-v4.
     name = re.sub("noframeskip|deterministic|-v[0-9]+$", "", env_id.lower().split("/")[-1])
     near = [i for i in ids if i == env_id.lower()]
@@ -296,18 +282,6 @@ def _find_family(env_id):
         f"EnvPool has no environment {env_id!r}; "
         + (f"is it {' or '.join(near)}?" if near else "envpool.list_all_envs() lists all")
     )
-
-
-def _make_spec(env_id):
-    import envpool
-
-    _ignore_casts()
-    return envpool.make_spec(env_id)
-
-
-def _ignore_casts():
-    """Ignore Gymnasium's warnings of EnvPool's bounds, which are float64 of float32 spaces."""
-    warnings.filterwarnings("ignore", ".*precision lowered by casting", UserWarning)
 
 
 def _atari_options(flags):
