@@ -48,9 +48,9 @@ def measure(arguments):
     keep_freed_memory()  # as the programs do
     ranks = torchrun.join_group(flags)
     torch.set_num_threads(options.threads)
-    choose_precision(flags, polybeast.Net.knows_bf16, [torch.device("cpu")])
     space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
     net = polybeast.Net(space, NUM_ACTIONS, False, options.net)
+    choose_precision(flags, net, [torch.device("cpu")])
     optimizer, decay = polybeast.create_optimizer(flags, net)
     learner = Learner(net, optimizer, decay, LocalWeights(net))
     learner.group.share_state(learner)

@@ -58,7 +58,7 @@ from beast.actors.weights import LocalWeights, SharedWeights  # noqa: E402
 from beast.envs.environments import create_environments  # noqa: E402
 from beast.errors import EnvError  # noqa: E402
 from beast.flags import parse_flags  # noqa: E402
-from beast.learners.devices import get_device  # noqa: E402
+from beast.learners.devices import choose_precision, get_device  # noqa: E402
 from beast.learners.nets import create_net  # noqa: E402
 from beast.nest import map_nest  # noqa: E402
 from beast.processes.machine import keep_freed_memory  # noqa: E402
@@ -275,6 +275,9 @@ def main():
         program = PROGRAMS[program_name]
         flags = parse_flags(program.parser, arguments)
         flags = program.resolve(flags)
+        environments, model = make_actor(program, flags)
+        environments.close()
+        choose_precision(flags, model, [get_device(flags), torch.device("cpu")])
         what = f"{program_name}, {flags.env}, {flags.precision}, {get_device(flags)}"
         print(f"\n- {what}, median of {options.repeats} rounds", flush=True)
         rates, logs = {name: [] for name in [*PARTS, "whole program"]}, []
