@@ -31,6 +31,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 import catch
 import catch_poly
 from batches import SPACE, A, make_batch
+from catch import MonoNet
+from catch_poly import PolyNet
 
 import monobeast
 import polybeast
@@ -75,7 +77,7 @@ def make_net(program, name):
         return SmallNet()
     # PolyBeast's deep net where only ranks are compared: it makes more of differences of rounding.
     arguments = {"model": "shallow"} if name == "fp32" and program is polybeast else {}
-    net = program.Net(SPACE, A, **arguments)
+    net = (PolyNet if program is polybeast else MonoNet)(SPACE, A, **arguments)
     nn.init.normal_(net.policy.weight, std=0.05)
     return net
 

@@ -223,7 +223,7 @@ def test_published_weights_are_never_torn(own_streams):
 
 
 def test_shared_weights_of_a_gpu_are_loaded_on_the_cpu():
-    net, other = MonoNet(SPACE, A), monobeast.Net(SPACE, A)
+    net, other = MonoNet(SPACE, A), MonoNet(SPACE, A)
     weights = SharedWeights(net)
     net.to(DEVICE)
     for version in range(1, 4):
