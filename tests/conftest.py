@@ -10,6 +10,7 @@ import subprocess
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from forks import apply, load  # noqa: F401 - fixtures
 
 # Background jobs of a shell inherit that it is ignored, and so would the programs under test.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,9 +12,9 @@ import threading
 import numpy as np
 import pytest
 import torch
+from forks import DEADLINE, EXAMPLES, ROOT
 from program import Program, run
 from small_run import create_batch, create_learner
-from test_examples import DEADLINE, EXAMPLES, ROOT, apply, load  # noqa: F401 - two are fixtures
 
 from beast.actors.rollout_buffers import create_buffers
 from beast.actors.weights import SharedWeights

@@ -2,7 +2,6 @@
 """The diffs in examples/ apply to the programs as they are, and what comes out learns."""
 
 import contextlib
-import importlib.util
 import itertools
 import os
 import re
@@ -16,15 +15,14 @@ import numpy as np
 import pytest
 import torch
 from counting import free_address
+from forks import DEADLINE, EXAMPLES, ROOT
 from program import Program, column, last_step, read_rows, run, shared_memory, wait_until
 
 from beast.envs.environments import Environments, try_out
 from beast.learners.nets import create_net
 
-ROOT = Path(__file__).resolve().parent.parent
 PONG = "PongNoFrameskip-v4"
 PROGRAMS = ("monobeast", "polybeast")
-EXAMPLES = {path.stem: path.read_text() for path in sorted((ROOT / "examples").glob("*.diff"))}
 # By a word of a diff: the package of its environment, which is no game of ale-py, and its id.
 ENVS = {
     "glyphs": ("nle", "nle:NetHackScore-v0"),
@@ -33,9 +31,6 @@ ENVS = {
     "num_goals": ("gymnasium", "find"),
     "OldPlayer": ("pettingzoo", "connect_four:ConnectFour-v0"),
 }
-# Each example learns in a minute or so on two idle cores. What ends a test is the number of steps:
-# other programs may take the cores.
-DEADLINE = 1200  # seconds
 # One process plays, as fast as another one learns.
 FLAGS = {
     "monobeast": "--num_actors 1 --envs_per_actor 16 --batch_size 16",
@@ -59,47 +54,6 @@ GOALS = [
     ("multi_discrete", "dials:Dials-v0", 0.8),  # 0.4
     ("gaussian", f"InvertedPendulum-v5 {CONTROL}", 950),  # 20
 ]
-
-
-@pytest.fixture
-def apply(tmp_path):
-    """Apply a diff to a copy of the programs; return the folder of the fork."""
-    if not shutil.which("git"):
-        pytest.skip("git, which applies diffs, is missing")
-    fork = tmp_path / "fork"
-    for folder in ("beast", "libtorchbeast", "examples"):
-        shutil.copytree(ROOT / folder, fork / folder)
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("*.so"), ROOT / "pyproject.toml"]:
-        shutil.copy(path, fork)
-
-    def apply(diff):
-        if not diff:
-            return fork
-        # Else git would look for the repository that the copy may lie in.
-        environ = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
-        command = ["git", "-C", fork, "apply", "--verbose", "-"]
-        done = subprocess.run(command, input=diff, capture_output=True, text=True, env=environ)
-        assert done.returncode == 0, (
-            f"{done.stderr}\nThe programs have changed where the diff changes them: commit them, "
-            "and run python scripts/remake_diffs.py"
-        )
-        return fork
-
-    return apply
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Load a program of a fork; return its module."""
-
-    def load(fork, program):
-        spec = importlib.util.spec_from_file_location(f"fork_{program}", fork / f"{program}.py")
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
 
 
 @pytest.mark.whole

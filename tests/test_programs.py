@@ -73,7 +73,7 @@ CASES = [
         most_lag=24,  # one at most for each buffer
         failure=r"ERROR .*Actor \d died and is replaced",
         restarts="actor_restarts",
-        prefix="conv.0.weight",
+        prefix="trunk.convs.0.0.weight",
     ),
     Case(
         polybeast,
@@ -90,7 +90,7 @@ CASES = [
         most_lag=10,  # batches: two that are made, one in the queue, two fetched, one learned from
         failure=r"WARNING .*stream \d: the environment server at unix:\S+ says",
         restarts="reconnects",
-        prefix="conv.2.conv1.weight",
+        prefix="trunk.convs.0.2.conv1.weight",
     ),
 ]
 
@@ -354,7 +354,7 @@ def test_an_unknown_game_is_a_short_error_with_advice(case, tmp_path):
         TMPDIR=str(tmp_path),
     )  # fmt: skip
     assert status == 1
-    assert "PongNoFrameskipp-v4" in output and "such as PongNoFrameskip-v4" in output
+    assert "`PongNoFrameskipp` doesn't exist. Did you mean: `PongNoFrameskip`" in output
     assert "Traceback" not in output
     assert output.strip().splitlines()[-1].startswith(f"{case.name}.py: ")
     assert list(tmp_path.iterdir()) == []
