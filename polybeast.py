@@ -64,7 +64,7 @@ training.add_argument("--num_learner_threads", default=2, type=positive(int),
 training.add_argument("--num_inference_threads", default=1, type=positive(int),
                       help="Threads that compute the actions of batches of rows.")
 training.add_argument("--max_learner_queue_size", type=positive(int), help="Rollouts queued "
-                      "before actors wait for the learner. Default: --batch_size.")
+                      "before actors wait. Default: --batch_size.")
 training.add_argument("--model", default="deep", choices=["deep", "shallow"],
                       help="IMPALA's residual net, or MonoBeast's.")
 training.add_argument("--use_lstm", action="store_true", help="Use an LSTM before the last layers.")
@@ -386,13 +386,13 @@ def train(flags):
     # On a CPU, all else waits for the learning of the deep net, so that gets all cores. With the
     # shallow net servers and inference need theirs (measured in benchmarks/README.md).
     num_threads = machine.count_cores()
-    if flags.model == "shallow" and not flags.server_addresses:
+    if flags.model == "shallow" and flags.num_servers:
         num_threads = max(1, num_threads - flags.num_servers)
     device = devices.get_device(flags)
     two_gpus = device.type == "cuda" and torch.cuda.device_count() > 1
     inference_device = torch.device("cuda:1") if two_gpus else device
 
-    with servers.connect(flags, ENV_SCRIPT) as env_servers:
+    with servers.connect(flags, ENV_SCRIPT, learner_group.current()) as env_servers:
         flags = servers.adopt_env(flags, env_servers)  # env, frames_per_step
         spaces = env_servers.observation_space, env_servers.action_space
         nets.check_discrete(env_servers.action_space)

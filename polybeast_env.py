@@ -5,9 +5,13 @@
         --server_address 0.0.0.0:50051
 
 serves learners that know the token (or, with the --tls flags, have a certificate: see SECURITY.md)
-on ports 50051 to 50058. Each server is a process; each stream of a learner to it gets fresh
-environments, stepped as one batch. A server that dies is restarted. Needs numpy, gymnasium,
-grpcio, protobuf and the environment's own packages: no torch, no compiler.
+on ports 50051 to 50058. Or they dial in to a learner that listens, from anywhere, at any time:
+
+    python polybeast_env.py --learner host:50050 --num_servers 8 --auth_token_file token
+
+Each server is a process; each stream gets fresh environments, stepped as one batch. A process that
+dies is replaced. Needs numpy, gymnasium, grpcio, protobuf and the environment's own packages: no
+torch, no compiler.
 
 To serve another environment, edit create_env.
 """
@@ -24,7 +28,7 @@ from beast.parser import Parser, non_negative, positive
 from beast.processes.lifetime import start_logging
 from beast.processes.watchdog import print_stacks_on_signal
 from beast.servers import credentials, server_processes
-from beast.servers.addresses import consecutive_addresses
+from beast.servers.addresses import consecutive_addresses, expand_addresses
 from libtorchbeast.access import check_address
 
 # fmt: off
@@ -40,11 +44,14 @@ run.add_argument("--env_backend", default="gym", choices=["gym", "ale_vector", "
                  "ale-py's AtariVectorEnv; envpool: ids of EnvPool (docs/environment.md).")
 run.add_argument("--seed", type=non_negative(int),
                  help="Seed of the environments if the learner sends none. Default: random.")
-run.add_argument("--server_address", default="127.0.0.1:50051",
+run.add_argument("--server_address",
                  help="host:port of the first server; 0.0.0.0:port for learners on other "
-                 "machines. Or unix:/path, with .0, .1, ... appended for several.")
+                 "machines. Or unix:/path, with .0, .1, ... appended for several. Default: "
+                 "127.0.0.1:50051.")
+run.add_argument("--learner", metavar="LIST", help="Dial in to a learner that listens at "
+                 "host:port; of several, separated by commas, processes take turns.")
 run.add_argument("--num_servers", default=2, type=positive(int),
-                 help="Server processes, on consecutive ports.")
+                 help="Processes; servers have consecutive ports.")
 run.add_argument("--envs_per_stream", default=8, type=positive(int),
                  help="Environments stepped as one batch, if the learner sends no number.")
 run.add_argument("--stall_timeout_s", default=60, type=positive(float),
@@ -67,18 +74,20 @@ def create_env(flags):
     return gym_envs.create(flags)
 
 
-def run_server(flags, address, seed=(), started=None, stop_signals=(), busy_since=None):
+def run_server(flags, address, seed=(0,), started=None, stop_signals=(), busy_since=None):
     """Run a server in this process until it is stopped.
 
     Args:
       flags: as of the parser.
-      address: of this server.
-      seed: ints, by which this process differs from others of the same flags.seed.
-      started: called with the address once learners can connect.
+      address: of this server; None: dial in to flags.learner.
+      seed: ints, by which this process differs from others of the same flags.seed; the first one
+        is its number.
+      started: called with the address once learners can connect; with that of the learner that has
+        accepted us first.
       stop_signals: signals that end it.
       busy_since: as of libtorchbeast.Server.
     """
-    from libtorchbeast import Server  # the only use of gRPC, which may not be forked
+    from libtorchbeast import Dialer, Server  # the only use of gRPC, which may not be forked
 
     streams = itertools.count()
 
@@ -94,15 +103,12 @@ def run_server(flags, address, seed=(), started=None, stop_signals=(), busy_sinc
         sample.close()
     if "cv2" in sys.modules:
         sys.modules["cv2"].setNumThreads(1)
-    server = Server(
-        None,
-        address,
-        make_environments=make_environments,
-        env=flags.env,
-        busy_since=busy_since,
-        insecure=flags.insecure,
-        **credentials.load(flags),
-    )
+    options = {"make_environments": make_environments, "env": flags.env, "busy_since": busy_since}
+    options |= credentials.load(flags)
+    if address is None:
+        server = Dialer(None, expand_addresses(flags.learner), seed[0], **options)
+    else:
+        server = Server(None, address, insecure=flags.insecure, **options)
     for number in stop_signals:
         signal.signal(number, lambda *_: server.stop())
     server.run(started)
@@ -114,14 +120,21 @@ def main(argv=None):
     start_logging()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # gRPC's older way to wait for sockets needs fewer threads: 150 us a message instead of 200.
-    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
+    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener,-event_engine_client")
     # Else gRPC logs a line for each connection that TLS refuses, and strangers could fill a disk.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
-        addresses = consecutive_addresses(flags.server_address, flags.num_servers)
         is_safe = flags.insecure or any(credentials.load(flags).values())
-        for address in addresses:
-            check_address(address, is_safe)
+        if flags.learner and flags.server_address:
+            raise ValueError("--learner dials in, --server_address serves: give only one")
+        if flags.learner:
+            expand_addresses(flags.learner, "--learner")
+            addresses = [None] * flags.num_servers
+        else:
+            address = flags.server_address or "127.0.0.1:50051"
+            addresses = consecutive_addresses(address, flags.num_servers)
+            for address in addresses:
+                check_address(address, is_safe)
         if flags.seed is None:
             flags.seed = int.from_bytes(os.urandom(4), "little")
         return server_processes.supervise(run_server, flags, addresses)

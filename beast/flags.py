@@ -77,8 +77,8 @@ def create_parser(program, description, without=(), env="PongNoFrameskip-v4"):
     evaluate.add_flags(parser, without)
     if "elastic" not in without:
         group = parser.add_argument_group("several learners (docs/learners.md)")
-        add(group, "elastic", metavar="HOST:PORT", help="Join an elastic group of learners through "
-            "the torchft lighthouse at HOST:PORT.")
+        add(group, "elastic", metavar="HOST:PORT", help="Join learners through the torchft "
+            "lighthouse at HOST:PORT.")
     # fmt: on
     parser.set_defaults(**{name: LEFT_OUT[name] for name in LEFT_OUT if name in without})
     # What programs find out about the machine that they run on: flags that they fill in, and
@@ -93,8 +93,12 @@ def add_server_flags(parser):
     # fmt: off
     group = parser.add_argument_group("environment servers")
     group.add_argument("--server_addresses", metavar="LIST", help="Running servers: host:port, "
-                       "host:first_port-last_port or unix:/path, separated by commas; --env "
-                       "defaults to their game. Default: start local servers.")
+                       "host:first-last or unix:/path, separated by commas. Default: local ones.")
+    group.add_argument("--listen", metavar="HOST:PORT", help="Let environments dial in; "
+                       "local servers only with --num_servers.")
+    group.add_argument("--max_streams", default=1024, type=positive(int),
+                       help="Most streams that dial in.")
+    group.add_argument("--insecure", action="store_true", help="Listen without token or TLS.")
     group.add_argument("--num_servers", type=positive(int), help="Server processes to start here. "
                        "Default: by the number of cores; 2 for two cores.")
     group.add_argument("--pipes_basename", metavar="NAME", help="Addresses of servers started "
@@ -106,6 +110,7 @@ def add_server_flags(parser):
                        "steps as one batch. Default: 8, or fewer for a small --batch_size.")
     # fmt: on
     credentials.add_flags(parser)
+    parser.set_defaults(spaces=None)  # of what has dialed in, for a resumed run
 
 
 def parse_flags(parser, argv=None):
@@ -159,7 +164,7 @@ def _fill_in(parser, argv, flags):
         flags = _complete(parser, argv, flags, saved)
     elif flags.mode != "train":
         _refuse_missing_run(flags)
-    if flags.env is None and not getattr(flags, "server_addresses", None):
+    if flags.env is None and not takes_env_of_others(flags):
         flags.env = parser.default_env
     if flags.env is None and flags.mode != "train":
         raise FlagError("the servers of this run sent no environment name: add --env ID")
@@ -169,12 +174,17 @@ def _fill_in(parser, argv, flags):
     if wants_wandb and importlib.util.find_spec("wandb") is None:
         raise FlagError("--wandb needs a package that is not installed: pip install wandb")
     evaluate.check_flags(flags)
-    plays = flags.mode != "train" or not getattr(flags, "server_addresses", None)
+    plays = flags.mode != "train" or not takes_env_of_others(flags)
     if plays and flags.env_backend == "envpool":
         envpool_envs.check_installed()
     if flags.mode == "train" and not flags.disable_checkpoint:
         checkpoint.to_bytes(vars(flags), "flags")
     return flags
+
+
+def takes_env_of_others(flags):
+    """Return whether environments that run already, or dial in, say what is played."""
+    return bool(getattr(flags, "server_addresses", None) or getattr(flags, "listen", None))
 
 
 def _complete(parser, argv, flags, saved):

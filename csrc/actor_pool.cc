@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "errors.h"
+#include "outgoing_stream.h"
 #include "stream_options.h"
 
 namespace torchbeast {
@@ -19,7 +20,6 @@ using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
 constexpr size_t kAgentDim = 1;  // batch dimension of agent states and outputs
-constexpr size_t kMaxEvents = 1000;
 constexpr auto kWatchInterval = std::chrono::milliseconds(250);
 constexpr auto kMaxGap = std::chrono::seconds(10);  // longer between two checks: we were stopped
 constexpr Seconds kFirstPause{0.1};                 // before reconnecting; doubles each time
@@ -48,12 +48,13 @@ void require(bool holds, const std::string& message) {
 ActorPool::ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
                      std::shared_ptr<DynamicBatcher> inference_batcher,
                      std::vector<std::string> addresses, const Nest<Array>& initial_agent_state,
-                     Options options)
+                     Options options, std::shared_ptr<Listener> listener)
     : unroll_length_(unroll_length),
       learner_queue_(std::move(learner_queue)),
       inference_batcher_(std::move(inference_batcher)),
       addresses_(std::move(addresses)),
       options_(std::move(options)),
+      listener_(std::move(listener)),
       initial_agent_state_(repeat_columns(initial_agent_state, 1, kAgentDim, *pool_)),
       agreement_({options_.spaces,
                   options_.expected_num_envs ? options_.expected_num_envs : options_.num_envs,
@@ -63,7 +64,8 @@ ActorPool::ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learn
   const int64_t num_envs = options_.num_envs.value_or(1);
   require(unroll_length_ >= 1,
           "unroll_length is " + std::to_string(unroll_length_) + "; it must be at least 1");
-  require(!addresses_.empty(), "env_server_addresses is empty; name one for each stream");
+  require(!addresses_.empty() || listener_ != nullptr,
+          "env_server_addresses is empty; name one for each stream, or give a listener");
   require(options_.seeds.empty() || options_.seeds.size() == addresses_.size(),
           "there are " + std::to_string(options_.seeds.size()) + " seeds for " +
               std::to_string(addresses_.size()) + " streams");
@@ -71,6 +73,9 @@ ActorPool::ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learn
   require(options_.connect_timeout_s > 0 && options_.step_timeout_s > 0,
           "connect_timeout_s and step_timeout_s must be positive");
   options_.credentials.check();
+  for (size_t i = 0; i < addresses_.size(); ++i) {
+    actors_[i].peer = "the environment server at " + addresses_[i];
+  }
 }
 
 void ActorPool::run() {
@@ -88,6 +93,7 @@ void ActorPool::run() {
     Lock lock(mutex_);
     num_running_ -= addresses_.size() - threads.size();
   }
+  if (listener_) listener_->set_use([this](const auto& stream) { act_for(stream); });
   auto last_check = Clock::now();
   while (!wait_for_end(Clock::now() + kWatchInterval)) {
     if (learner_queue_->is_closed() || inference_batcher_->is_closed()) stop();
@@ -102,27 +108,28 @@ void ActorPool::run() {
     }
   }
   for (std::thread& thread : threads) thread.join();
+  if (listener_) listener_->set_use(nullptr);
+  events_.close();
   Lock lock(mutex_);
-  finished_ = true;
-  changed_.notify_all();
   if (error_) std::rethrow_exception(error_);
 }
 
 // Returns whether all actors have ended.
 bool ActorPool::wait_for_end(Clock::time_point deadline) {
   Lock lock(mutex_);
-  while (num_running_ > 0 && Clock::now() < deadline) changed_.wait_until(lock, deadline);
-  return num_running_ == 0;
+  const auto is_running = [&] { return num_running_ > 0 || (listener_ && !stopped_); };
+  while (is_running() && Clock::now() < deadline) changed_.wait_until(lock, deadline);
+  return !is_running();
 }
 
-// One actor's thread.
+// The thread of a stream to a server.
 void ActorPool::act(size_t index) {
   std::minstd_rand random(std::random_device{}());
   std::uniform_real_distribution<double> jitter(0.5, 1.5);  // spreads the streams' attempts
   Seconds pause = kFirstPause;
   while (!stopped_) {
     try {
-      run_stream(index, &pause);
+      run_stream(index, *create_stream(index), &pause);
     } catch (const ClosedError&) {
       stop();  // ends the streams that wait for their servers, too
     } catch (const ServerError& error) {
@@ -146,23 +153,75 @@ void ActorPool::act(size_t index) {
   changed_.notify_all();
 }
 
+// The thread of a stream that environments have opened.
+void ActorPool::act_for(const std::shared_ptr<IncomingStream>& stream) {
+  const std::optional<size_t> index = add_stream(stream);
+  if (!index) return;
+  std::string event;
+  try {
+    Seconds pause;
+    run_stream(*index, *stream, &pause);
+  } catch (const ClosedError&) {
+    stop();
+  } catch (const ServerError& error) {
+    event = "stream " + std::to_string(*index) + ": " + error.what();
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  disconnect(*index);
+  if (!event.empty() && !stopped_) {
+    events_.report(event + "; streams now: " + std::to_string(wait_times_.num_connected()));
+  }
+  {
+    Lock lock(mutex_);
+    actors_[*index].peer.clear();
+    --num_running_;
+  }
+  changed_.notify_all();
+}
+
+// Its index, which it may have from one that has gone; nullopt after stop().
+std::optional<size_t> ActorPool::add_stream(const std::shared_ptr<IncomingStream>& stream) {
+  Lock lock(mutex_);
+  if (stopped_) return std::nullopt;
+  size_t index = addresses_.size();
+  while (index < actors_.size() && !actors_[index].peer.empty()) ++index;
+  if (index == actors_.size()) {
+    actors_.emplace_back();
+    wait_times_.add_stream();
+  }
+  Actor& actor = actors_[index];
+  std::string seed = options_.listener_seed;
+  if (!seed.empty()) seed += "," + std::to_string(index);
+  stream->set_options(make_options(std::move(seed), actor.num_connections));
+  actor.peer = stream->peer();
+  actor.stream = stream;
+  ++num_running_;
+  return index;
+}
+
+// The number of the connection keeps a new one from playing the same games again.
+StreamOptions ActorPool::make_options(std::string seed, int64_t num_connections) const {
+  if (!seed.empty()) seed += "," + std::to_string(num_connections);
+  return {options_.num_envs, std::move(seed), options_.newest_frame_only, options_.dict_outputs};
+}
+
 void ActorPool::wait_to_reconnect(size_t index, const ServerError& error, Seconds duration) {
-  report("stream " + std::to_string(index) + ": " + error.what() + "; trying again in " +
-         seconds_text(duration));
+  events_.report("stream " + std::to_string(index) + ": " + error.what() + "; trying again in " +
+                 seconds_text(duration));
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(duration);
   Lock lock(mutex_);
   while (!stopped_ && Clock::now() < deadline) changed_.wait_until(lock, deadline);
 }
 
 // Connect, and make rollouts until something throws. Resets *pause once the stream works.
-void ActorPool::run_stream(size_t index, Seconds* pause) {
-  const std::shared_ptr<EnvStream> stream = create_stream(index);
-  const rpcenv::Step& first = open(index, *stream);
+void ActorPool::run_stream(size_t index, EnvStream& stream, Seconds* pause) {
+  const rpcenv::Step& first = open(index, stream);
   try {
     std::optional<int32_t> actor;
     if (options_.dict_outputs) actor = static_cast<int32_t>(index);
     Rollout rollout(unroll_length_, options_.dict_outputs, first, pool_, actor, options_.ranges);
-    agreement_.check_row(addresses_[index], rollout.env_outputs(0));
+    agreement_.check_row(stream.peer(), rollout.env_outputs(0));
     const int64_t num_envs = rollout.num_envs();
     Nest<Array> state = repeat_columns(initial_agent_state_, num_envs, kAgentDim, *pool_);
     for (int64_t num_rollouts = 1;; ++num_rollouts) {
@@ -173,7 +232,7 @@ void ActorPool::run_stream(size_t index, Seconds* pause) {
         state = std::move(answer[1]);
         rollout.set_agent_outputs(t, agent_outputs);  // throws before a wrong action is sent
         const Nest<Array>& action = action_of(agent_outputs);
-        rollout.set_env_outputs(t, step(index, *stream, action), &action);
+        rollout.set_env_outputs(t, step(index, stream, action), &action);
         count_ += num_envs;
       }
       if (num_rollouts == kEnoughRollouts) *pause = kFirstPause;
@@ -185,20 +244,20 @@ void ActorPool::run_stream(size_t index, Seconds* pause) {
       rollout.begin();
     }
   } catch (const WireError& error) {
-    throw ConnectionError("the environment server at " + addresses_[index] +
-                          " sent a malformed message: " + error.what());
+    throw ConnectionError(stream.peer() + " sent a malformed message: " + error.what());
   }
 }
 
 // The stream is registered before it is opened, so that stop() cancels each one that is.
 std::shared_ptr<EnvStream> ActorPool::create_stream(size_t index) {
-  StreamOptions options{options_.num_envs, "", options_.newest_frame_only, options_.dict_outputs};
-  if (!options_.seeds.empty()) {
-    // The number of the connection keeps a new one from playing the same games again.
+  std::string seed = options_.seeds.empty() ? "" : options_.seeds[index];
+  int64_t num_connections;
+  {
     Lock lock(mutex_);
-    options.seed = options_.seeds[index] + "," + std::to_string(actors_[index].num_connections);
+    num_connections = actors_[index].num_connections;
   }
-  auto stream = std::make_shared<EnvStream>(addresses_[index], options, options_.credentials);
+  auto stream = std::make_shared<OutgoingStream>(
+      addresses_[index], make_options(std::move(seed), num_connections), options_.credentials);
   Lock lock(mutex_);
   if (stopped_) throw ClosedError("the actors are stopped");
   actors_[index].stream = stream;
@@ -211,19 +270,24 @@ const rpcenv::Step& ActorPool::open(size_t index, EnvStream& stream) {
   const rpcenv::Step& first =
       stream.open(Seconds(options_.connect_timeout_s), Seconds(options_.step_timeout_s));
   try {
-    agreement_.check_handshake(addresses_[index], first.handshake());
+    agreement_.check_handshake(stream.peer(), first.handshake());
   } catch (const RefusedError& error) {
     stream.refuse(error.what());
     throw;
   }
   wait_times_.set_connected(index, true);
+  bool is_first;
   {
     Lock lock(mutex_);
-    if (actors_[index].num_connections++ == 0) return first;
+    is_first = actors_[index].num_connections++ == 0;
   }
-  ++num_reconnects_;
-  report("stream " + std::to_string(index) + ": the environment server at " + addresses_[index] +
-         " is back");
+  if (!is_first) ++num_reconnects_;
+  const std::string who = "stream " + std::to_string(index) + ": " + stream.peer();
+  if (index >= addresses_.size()) {
+    events_.report(who + " have come; streams now: " + std::to_string(wait_times_.num_connected()));
+  } else if (!is_first) {
+    events_.report(who + " is back");
+  }
   return first;
 }
 
@@ -282,23 +346,16 @@ void ActorPool::stop() {
   inference_batcher_->wake();
 }
 
-// Beyond kMaxEvents the oldest are dropped, since nobody may ask for them.
-void ActorPool::report(std::string event) {
-  {
-    Lock lock(mutex_);
-    if (events_.size() == kMaxEvents) events_.pop_front();
-    events_.push_back(std::move(event));
-  }
-  changed_.notify_all();
-}
-
-std::optional<std::string> ActorPool::next_event() {
+std::vector<std::tuple<size_t, std::string, std::string, double>> ActorPool::silences() {
+  std::vector<std::tuple<size_t, std::string, std::string, double>> silences;
+  const auto waits = wait_times_.silences();
   Lock lock(mutex_);
-  while (events_.empty() && !finished_) changed_.wait(lock);
-  if (events_.empty()) return std::nullopt;
-  std::string event = std::move(events_.front());
-  events_.pop_front();
-  return event;
+  for (size_t i = 0; i < std::min(waits.size(), actors_.size()); ++i) {
+    if (!actors_[i].peer.empty()) {
+      silences.emplace_back(i, actors_[i].peer, waits[i].first, waits[i].second);
+    }
+  }
+  return silences;
 }
 
 }  // namespace torchbeast

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The actors: one thread a stream to an environment server.
+// The actors: one thread a stream of environments.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -20,6 +20,8 @@
 #include "dynamic_batcher.h"
 #include "env_stream.h"
 #include "errors.h"
+#include "event_log.h"
+#include "listener.h"
 #include "mutex.h"
 #include "nest.h"
 #include "rollout.h"
@@ -33,13 +35,18 @@ namespace torchbeast {
 // Without `reconnect` the first failure ends run(). With it, a failing server costs only the
 // rollout under way: after a pause, longer each time, the actor connects again and begins with the
 // initial agent state. An error of the agent (a wrong shape, say) ends run() in either case.
+//
+// Streams of a listener come and go: each is an actor for as long as it lasts.
 class ActorPool {
  public:
   struct Options {
     bool dict_outputs = false;
     std::optional<int64_t> num_envs;           // N to ask servers for; unset: the server's choice
     std::optional<int64_t> expected_num_envs;  // N required of every handshake
-    std::vector<std::string> seeds;  // one a stream, or none; its earlier connections are added
+    // Of streams to servers: one a stream, or none; its earlier connections are added.
+    std::vector<std::string> seeds;
+    // Of the listener's streams, or empty; a stream's index and earlier connections are added.
+    std::string listener_seed;
     bool newest_frame_only = false;
     bool reconnect = false;
     std::optional<std::string> spaces;  // spaces required of every handshake
@@ -50,11 +57,13 @@ class ActorPool {
     Credentials credentials;
   };
 
-  // `addresses` has one for each stream; `initial_agent_state`, [layers, 1, ...], is of one
-  // environment, and copied. Throws std::invalid_argument for invalid arguments.
+  // `addresses` has one for each stream to a server; `initial_agent_state`, [layers, 1, ...], is of
+  // one environment, and copied; `listener` may be null. Throws std::invalid_argument for invalid
+  // arguments.
   ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
             std::shared_ptr<DynamicBatcher> inference_batcher, std::vector<std::string> addresses,
-            const Nest<Array>& initial_agent_state, Options options);
+            const Nest<Array>& initial_agent_state, Options options,
+            std::shared_ptr<Listener> listener);
 
   // Blocks until the queue or the batcher is closed, which ends every stream within a quarter of a
   // second. Throws the first failure, once all threads have ended. Throws std::runtime_error when
@@ -68,20 +77,28 @@ class ActorPool {
 
   WaitTimes& wait_times() { return wait_times_; }
 
-  // Blocks for the next log line about a server; nullopt after the end of run().
-  std::optional<std::string> next_event();
+  // Log lines about streams, until the end of run().
+  EventLog& events() { return events_; }
+
+  // For each stream its index, whom it is with, what it waits for (as of WaitTimes), and for how
+  // many seconds.
+  std::vector<std::tuple<size_t, std::string, std::string, double>> silences();
 
  private:
   struct Actor {
+    std::string peer;                   // empty: the place of a stream that has gone
     std::shared_ptr<EnvStream> stream;  // for other threads to cancel
     int64_t num_connections = 0;        // connections so far
   };
 
   void act(size_t index);
+  void act_for(const std::shared_ptr<IncomingStream>& stream);
   void wait_to_reconnect(size_t index, const ServerError& error,
                          std::chrono::duration<double> duration);
-  void run_stream(size_t index, std::chrono::duration<double>* pause);
+  void run_stream(size_t index, EnvStream& stream, std::chrono::duration<double>* pause);
   std::shared_ptr<EnvStream> create_stream(size_t index);
+  std::optional<size_t> add_stream(const std::shared_ptr<IncomingStream>& stream);
+  StreamOptions make_options(std::string seed, int64_t num_connections) const;
   const rpcenv::Step& open(size_t index, EnvStream& stream);
   Nest<Array>::Tuple infer(size_t index, Nest<Array> env_outputs, Nest<Array> state);
   const rpcenv::Step& step(size_t index, EnvStream& stream, const Nest<Array>& action);
@@ -90,17 +107,18 @@ class ActorPool {
   bool wait_for_end(std::chrono::steady_clock::time_point deadline);
   void fail(std::exception_ptr error);
   void stop();
-  void report(std::string event);
 
   const int64_t unroll_length_;
   const std::shared_ptr<BatchingQueue> learner_queue_;
   const std::shared_ptr<DynamicBatcher> inference_batcher_;
   const std::vector<std::string> addresses_;
   const Options options_;
+  const std::shared_ptr<Listener> listener_;
   const std::shared_ptr<MemoryPool> pool_ = std::make_shared<MemoryPool>();
   const Nest<Array> initial_agent_state_;
   Agreement agreement_;
   WaitTimes wait_times_;
+  EventLog events_;
 
   std::atomic<bool> stopped_{false};
   std::atomic<int64_t> count_{0};
@@ -109,10 +127,8 @@ class ActorPool {
   Mutex mutex_;
   Condition changed_;
   std::vector<Actor> actors_ TB_GUARDED_BY(mutex_);
-  std::deque<std::string> events_ TB_GUARDED_BY(mutex_);
   size_t num_running_ TB_GUARDED_BY(mutex_) = 0;
   bool started_ TB_GUARDED_BY(mutex_) = false;
-  bool finished_ TB_GUARDED_BY(mutex_) = false;
   std::exception_ptr error_ TB_GUARDED_BY(mutex_);
 };
 

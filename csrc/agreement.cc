@@ -111,18 +111,16 @@ std::string describe_difference(const std::string& spaces, const std::string& ex
   return text;
 }
 
-void check_first_row(const std::string& address, const rpcenv::Step& first,
-                     Rollout::Ranges ranges) {
+void check_first_row(const std::string& peer, const rpcenv::Step& first, Rollout::Ranges ranges) {
   try {
     Rollout(1, true, first, std::make_shared<MemoryPool>(), std::nullopt, std::move(ranges));
   } catch (const WireError& error) {
-    throw RefusedError("refused: the environment server at " + address +
-                       " sent an invalid first row: " + error.what());
+    throw RefusedError("refused: " + peer + " sent an invalid first row: " + error.what());
   }
 }
 
-void Agreement::check_handshake(const std::string& address, const rpcenv::Handshake& handshake) {
-  const std::string who = "refused: the environment server at " + address;
+void Agreement::check_handshake(const std::string& peer, const rpcenv::Handshake& handshake) {
+  const std::string who = "refused: " + peer;
   Lock lock(mutex_);
   const std::string& env = handshake.env();
   if (!env.empty() && !terms_.env.empty() && env != terms_.env) {
@@ -141,13 +139,13 @@ void Agreement::check_handshake(const std::string& address, const rpcenv::Handsh
   terms_.num_envs = handshake.num_envs();
 }
 
-void Agreement::check_row(const std::string& address, const Nest<Array>& env_outputs) {
+void Agreement::check_row(const std::string& peer, const Nest<Array>& env_outputs) {
   const Nest<std::string> row =
       env_outputs.map([](const Array& array) { return array.description(); });
   Lock lock(mutex_);
   if (row_ && !(row.same_structure(*row_) && row.flatten() == row_->flatten())) {
-    throw RefusedError("refused: the environment server at " + address + " sends rows of " +
-                       text_of(row) + ", but other servers send " + text_of(*row_));
+    throw RefusedError("refused: " + peer + " sends rows of " + text_of(row) +
+                       ", but other servers send " + text_of(*row_));
   }
   row_ = row;
 }

@@ -14,7 +14,7 @@
 
 namespace torchbeast {
 
-// Any number of threads may call any method. All throw RefusedError with the server's address.
+// Any number of threads may call any method. All throw RefusedError, which names the peer.
 class Agreement {
  public:
   // Unset fields are taken from the first server's handshake.
@@ -26,11 +26,11 @@ class Agreement {
 
   explicit Agreement(Terms terms) : terms_(std::move(terms)) {}
 
-  void check_handshake(const std::string& address, const rpcenv::Handshake& handshake);
+  void check_handshake(const std::string& peer, const rpcenv::Handshake& handshake);
 
   // Refuses rows unlike the other servers' in structure, dtype or shape: batches could not join
   // them.
-  void check_row(const std::string& address, const Nest<Array>& env_outputs);
+  void check_row(const std::string& peer, const Nest<Array>& env_outputs);
 
  private:
   Mutex mutex_;
@@ -39,7 +39,7 @@ class Agreement {
 };
 
 // Throws RefusedError unless a stream's first message has a valid row within `ranges`.
-void check_first_row(const std::string& address, const rpcenv::Step& first, Rollout::Ranges ranges);
+void check_first_row(const std::string& peer, const rpcenv::Step& first, Rollout::Ranges ranges);
 
 // How two spaces, both JSON from a handshake, differ: "observation.shape[0] is 4, expected 1".
 std::string describe_difference(const std::string& spaces, const std::string& expected);

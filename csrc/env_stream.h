@@ -1,19 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The learner's end of one stream to an environment server.
+// The learner's end of one stream of environments, whichever side has opened it.
 #pragma once
 
 #include <grpcpp/grpcpp.h>
 
 #include <atomic>
 #include <chrono>
-#include <memory>
 #include <string>
 
 #include "array.h"
-#include "credentials.h"
 #include "nest.h"
-#include "rpcenv.grpc.pb.h"
-#include "stream_options.h"
+#include "rpcenv.pb.h"
 
 namespace torchbeast {
 
@@ -21,30 +18,29 @@ namespace torchbeast {
 class EnvStream {
  public:
   using Clock = std::chrono::steady_clock;
+  using Seconds = std::chrono::duration<double>;
 
-  // Throws std::invalid_argument for invalid credentials.
-  EnvStream(std::string address, const StreamOptions& options, const Credentials& credentials);
-  ~EnvStream();
+  virtual ~EnvStream() = default;
   EnvStream(const EnvStream&) = delete;
   EnvStream& operator=(const EnvStream&) = delete;
 
-  // Connect and return the server's first message, which has a handshake of our protocol version
-  // and comes once the environments are made. Throws TimeoutError, ConnectionError and, for a wrong
-  // token, protocol version or number of environments, RefusedError.
-  const rpcenv::Step& open(std::chrono::duration<double> connect_timeout,
-                           std::chrono::duration<double> answer_timeout);
+  // Who is at the other end, for messages: "the environment server at host:port", say.
+  const std::string& peer() const { return peer_; }
 
-  // Set a timeout for the whole stream. To be called before open().
-  void limit(std::chrono::duration<double> timeout);
+  // Begin, and return the environments' first message, which has a handshake of our protocol
+  // version and comes once they are made. Throws TimeoutError, ConnectionError and, for a wrong
+  // token, protocol version or number of environments, RefusedError.
+  const rpcenv::Step& open(Seconds connect_timeout, Seconds answer_timeout);
 
   // Send actions [1, N, ...]. Throws ConnectionError.
-  void write(const Nest<Array>& action, std::chrono::duration<double> timeout);
+  void write(const Nest<Array>& action, Seconds timeout);
 
   // The answer to what was written; valid until the next call. Throws ConnectionError.
   const rpcenv::Step& read();
 
-  // Send the reason why this server is not used, and end the stream. To be called after open().
-  void refuse(const std::string& reason);
+  // Send the reason why these environments are not used, and end the stream. To be called after
+  // open().
+  virtual void refuse(const std::string& reason) = 0;
 
   // Make open(), write() and read() fail soon.
   void cancel();
@@ -56,15 +52,26 @@ class EnvStream {
   // Extend the current timeout, by the time for which this process was stopped.
   void extend(Clock::duration time);
 
- private:
-  void begin_wait(std::chrono::duration<double> timeout);
-  std::string why_unreachable();
-  [[noreturn]] void fail();
+ protected:
+  explicit EnvStream(std::string peer) : peer_(std::move(peer)) {}
 
-  const std::string address_;
-  std::shared_ptr<grpc::Channel> channel_;
-  grpc::ClientContext context_;
-  std::unique_ptr<grpc::ClientReaderWriter<rpcenv::Action, rpcenv::Step>> stream_;
+  virtual void begin(Seconds connect_timeout, Seconds answer_timeout) = 0;
+  virtual bool write_message(const rpcenv::Action& action) = 0;
+  virtual bool read_message(rpcenv::Step* step) = 0;
+  virtual void try_cancel() = 0;
+  // Why the stream has ended, after a message failed.
+  virtual grpc::Status finish() = 0;
+
+  void begin_wait(Seconds timeout);
+  void end_wait() { deadline_ = 0; }
+  [[noreturn]] void fail();
+  bool is_cancelled() const { return cancelled_; }
+
+  static constexpr Seconds kGrace{1};      // for a failed stream to end
+  static constexpr Seconds kLongest{1e9};  // a longer timeout would overflow
+
+ private:
+  const std::string peer_;
   // Reused for each message, to reuse their memory.
   rpcenv::Step step_;
   rpcenv::Action action_;

@@ -19,9 +19,10 @@
 #include "agreement.h"
 #include "batching_queue.h"
 #include "dynamic_batcher.h"
-#include "env_stream.h"
 #include "errors.h"
+#include "listener.h"
 #include "no_gil.h"
+#include "outgoing_stream.h"
 #include "python_arrays.h"
 #include "stream_options.h"
 
@@ -104,7 +105,7 @@ Credentials make_credentials(const Tls& tls, std::optional<std::string> auth_tok
   return credentials;
 }
 
-ActorPool::Options read_options(const py::dict& keywords) {
+std::pair<ActorPool::Options, std::shared_ptr<Listener>> read_options(const py::dict& keywords) {
   size_t num_known = 0;
   const auto read = [&](const char* name, auto* value) {
     if (!keywords.contains(name)) return;
@@ -121,6 +122,7 @@ ActorPool::Options read_options(const py::dict& keywords) {
   py::dict ranges;
   Tls tls;
   std::optional<std::string> auth_token;
+  std::shared_ptr<Listener> listener;
   read("dict_outputs", &options.dict_outputs);
   read("num_envs", &options.num_envs);
   read("expected_num_envs", &options.expected_num_envs);
@@ -134,12 +136,14 @@ ActorPool::Options read_options(const py::dict& keywords) {
   read("step_timeout_s", &options.step_timeout_s);
   read("tls", &tls);
   read("auth_token", &auth_token);
+  read("listener", &listener);
+  read("listener_seed", &options.listener_seed);
   if (num_known < keywords.size()) {
     throw py::type_error(py::str("unknown keyword among {}").format(py::list(keywords)));
   }
   options.credentials = make_credentials(tls, std::move(auth_token));
   options.ranges = from_python(ranges).dict();
-  return options;
+  return {std::move(options), std::move(listener)};
 }
 
 std::shared_ptr<ActorPool> make_actor_pool(int64_t unroll_length,
@@ -148,9 +152,11 @@ std::shared_ptr<ActorPool> make_actor_pool(int64_t unroll_length,
                                            std::vector<std::string> env_server_addresses,
                                            py::handle initial_agent_state,
                                            const py::kwargs& keywords) {
+  auto [options, listener] = read_options(keywords);
   return std::make_shared<ActorPool>(unroll_length, std::move(learner_queue),
                                      std::move(inference_batcher), std::move(env_server_addresses),
-                                     from_python(initial_agent_state), read_options(keywords));
+                                     from_python(initial_agent_state), std::move(options),
+                                     std::move(listener));
 }
 
 // A peer's text, which may be any bytes, made fit for a log.
@@ -162,8 +168,18 @@ void set_text_error(PyObject* type, const std::exception& error) {
   PyErr_SetObject(type, to_text(error.what()).ptr());
 }
 
-py::object next_event(ActorPool& pool) {
-  return to_text(*next_item([&] { return pool.next_event(); }));
+template <class Source>
+py::object next_event(Source& source) {
+  return to_text(*next_item([&] { return source.events().next(); }));
+}
+
+py::list silences(ActorPool& pool) {
+  const auto silences = without_gil([&] { return pool.silences(); });
+  py::list result;
+  for (const auto& [index, peer, what, seconds] : silences) {
+    result.append(py::make_tuple(index, to_text(peer), what, seconds));
+  }
+  return result;
 }
 
 py::dict waits(ActorPool& pool) {
@@ -173,19 +189,9 @@ py::dict waits(ActorPool& pool) {
   return result;
 }
 
-py::dict query_server(const std::string& address, std::optional<int64_t> num_envs, double timeout_s,
-                      std::optional<double> connect_timeout_s, const Tls& tls,
-                      std::optional<std::string> auth_token, const py::object& check) {
-  rpcenv::Step first;
-  {
-    NoGil no_gil;
-    EnvStream stream(address, StreamOptions{num_envs, "", false, false},
-                     make_credentials(tls, std::move(auth_token)));
-    const std::chrono::duration<double> timeout(timeout_s),
-        connect_timeout(connect_timeout_s.value_or(timeout_s));
-    stream.limit(timeout);
-    first = stream.open(connect_timeout, timeout);
-  }
+// The handshake in the first message of a stream, whose row `check` may refuse.
+py::dict read_handshake(const std::string& peer, const rpcenv::Step& first,
+                        const py::object& check) {
   const rpcenv::Handshake& handshake = first.handshake();
   py::dict result;
   result["protocol_version"] = handshake.protocol_version();
@@ -196,9 +202,43 @@ py::dict query_server(const std::string& address, std::optional<int64_t> num_env
   if (!check.is_none()) {
     Rollout::Ranges ranges = from_python(check(result)).dict();
     NoGil no_gil;
-    check_first_row(address, first, std::move(ranges));
+    check_first_row(peer, first, std::move(ranges));
   }
   return result;
+}
+
+py::dict query_server(const std::string& address, std::optional<int64_t> num_envs, double timeout_s,
+                      std::optional<double> connect_timeout_s, const Tls& tls,
+                      std::optional<std::string> auth_token, const py::object& check) {
+  rpcenv::Step first;
+  std::string peer;
+  {
+    NoGil no_gil;
+    OutgoingStream stream(address, StreamOptions{num_envs, "", false, false},
+                          make_credentials(tls, std::move(auth_token)));
+    const std::chrono::duration<double> timeout(timeout_s),
+        connect_timeout(connect_timeout_s.value_or(timeout_s));
+    stream.limit(timeout);
+    first = stream.open(connect_timeout, timeout);
+    peer = stream.peer();
+  }
+  return read_handshake(peer, first, check);
+}
+
+std::shared_ptr<Listener> make_listener(int socket, int64_t max_streams, const Tls& tls,
+                                        std::optional<std::string> auth_token) {
+  Credentials credentials = make_credentials(tls, std::move(auth_token));
+  NoGil no_gil;
+  return std::make_shared<Listener>(socket, max_streams, std::move(credentials));
+}
+
+py::dict query_listener(Listener& listener, std::optional<int64_t> num_envs, double timeout_s,
+                        const py::object& check) {
+  const auto [peer, first] = without_gil([&] {
+    return listener.query(StreamOptions{num_envs, "", false, false},
+                          std::chrono::duration<double>(timeout_s));
+  });
+  return read_handshake(peer, first, check);
 }
 
 // The methods that queues and batchers share.
@@ -270,6 +310,26 @@ PYBIND11_MODULE(_C, m) {
            "Return each call its part. Raises RuntimeError the second time, ValueError for too few "
            "dimensions or another batch size.");
 
+  py::class_<Listener, std::shared_ptr<Listener>>(
+      m, "Listener",
+      "Accepts streams of environments that dial in, for an ActorPool.\n\n"
+      "socket: descriptor of a listening socket, to be closed after close().\n"
+      "max_streams: largest number of streams at the same time.\n"
+      "tls: PEM texts: certificate of the authority that signed the environments' certificates, "
+      "our certificate, our key.\nauth_token: streams without it are refused.")
+      .def(py::init(&make_listener), py::arg("socket"), py::arg("max_streams"), py::kw_only(),
+           py::arg("tls") = py::none(), py::arg("auth_token") = py::none())
+      .def("query", &query_listener, py::arg("num_envs") = py::none(), py::arg("timeout_s") = 60.0,
+           py::kw_only(), py::arg("check") = py::none(),
+           "Wait for a stream, and return its handshake as query_server does. Raises "
+           "ClosedBatchingQueue after close().")
+      .def("num_streams", &Listener::num_streams, py::call_guard<NoGil>(),
+           "Streams that are there.")
+      .def("next_event", &next_event<Listener>,
+           "Wait for the next log line about strangers. Raises StopIteration after close().")
+      .def("close", &Listener::close, py::call_guard<NoGil>(),
+           "End all streams, and refuse new ones.");
+
   py::class_<ActorPool, std::shared_ptr<ActorPool>>(
       m, "ActorPool",
       "Actors: one thread and one stream for each entry of env_server_addresses.\n\n"
@@ -289,7 +349,9 @@ PYBIND11_MODULE(_C, m) {
       "largest integers, [2, ...], or an empty array [0, ...] for no limit.\n"
       "connect_timeout_s=60, step_timeout_s=300: limits on a server's time.\n"
       "tls: PEM texts: certificate of the authority that signed the servers' certificates, our "
-      "certificate, our key.\nauth_token: token that the servers require.")
+      "certificate, our key.\nauth_token: token that the servers require.\n"
+      "listener: a Listener, whose streams are actors, too, as they come and go.\n"
+      "listener_seed: of its streams, as seeds; a stream's index and connections are added.")
       .def(py::init(&make_actor_pool), py::arg("unroll_length"), py::arg("learner_queue"),
            py::arg("inference_batcher"), py::arg("env_server_addresses"),
            py::arg("initial_agent_state"))
@@ -304,12 +366,10 @@ PYBIND11_MODULE(_C, m) {
       .def("waits", &waits,
            "Seconds that all streams together have waited so far: for inference, for environments "
            "(the next row), for the learner (room in its queue).")
-      .def(
-          "silences", [](ActorPool& pool) { return pool.wait_times().silences(); },
-          py::call_guard<NoGil>(),
-          "For each stream, what it waits for (a key of waits(), or \"connection\") and how many "
-          "seconds it has done so.")
-      .def("next_event", &next_event,
+      .def("silences", &silences,
+           "For each stream its index, whom it is with, what it waits for (a key of waits(), or "
+           "\"connection\") and how many seconds it has done so.")
+      .def("next_event", &next_event<ActorPool>,
            "Wait for the next log line about a server that was lost or is back. Raises "
            "StopIteration after the end of run().");
 

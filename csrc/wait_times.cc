@@ -19,6 +19,11 @@ WaitTimes::Timer::~Timer() {
   stream.wait.reset();
 }
 
+void WaitTimes::add_stream() {
+  Lock lock(mutex_);
+  streams_.emplace_back();
+}
+
 void WaitTimes::set_connected(size_t stream, bool connected) {
   Lock lock(mutex_);
   if (streams_[stream].connected && !connected) streams_[stream].began = Clock::now();

@@ -36,7 +36,8 @@ class WaitTimes {
     const size_t stream_;
   };
 
-  // Streams begin without a connection.
+  // One more stream. Streams begin without a connection.
+  void add_stream();
   void set_connected(size_t stream, bool connected);
   int64_t num_connected();
 

@@ -9,7 +9,7 @@ import importlib
 MAX_STREAMS = 16  # streams per server
 MAX_ENVS = 4096  # environments per stream
 
-_MODULES = {"Server": "libtorchbeast.server"} | dict.fromkeys(
+_MODULES = {"Server": "libtorchbeast.server", "Dialer": "libtorchbeast.dialer"} | dict.fromkeys(
     (
         "ActorPool",
         "AsyncError",
@@ -17,6 +17,7 @@ _MODULES = {"Server": "libtorchbeast.server"} | dict.fromkeys(
         "BatchingQueue",
         "ClosedBatchingQueue",
         "DynamicBatcher",
+        "Listener",
         "query_server",
     ),
     "libtorchbeast._C",
@@ -30,7 +31,7 @@ def __getattr__(name):
     try:
         module = importlib.import_module(_MODULES[name])
     except ImportError as error:
-        if name == "Server":
+        if _MODULES[name] != "libtorchbeast._C":
             raise
         raise ImportError(
             f"{name} is in the compiled part of libtorchbeast, which cannot be loaded ({error}); "

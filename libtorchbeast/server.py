@@ -14,16 +14,13 @@ import re
 import socket
 import stat
 import threading
-import time
-import traceback
 from concurrent import futures
 
 import grpc
 
-from libtorchbeast import MAX_STREAMS, access, rpcenv_pb2, wire
-from libtorchbeast.plain_environments import PlainEnvironments
+from libtorchbeast import MAX_STREAMS, access, wire
+from libtorchbeast.session import Session
 
-PROTOCOL_VERSION = 1
 # Of all streams: twice those of one, which may come back before its loss was noticed.
 MAX_ENVS = 2 * wire.MAX_ENVS
 MAX_CONNECTIONS = 128  # strangers may hold some of them for a while
@@ -99,18 +96,10 @@ class Server:
         access.check_credentials(tls, auth_token)
         self._tls = tls
         self._is_safe = insecure or bool(tls or auth_token)
-        self._env = env
-        self._plain = make_environments is None
-        if self._plain and not callable(env_class):
-            raise ValueError(
-                f"env_class should return an environment when called; {env_class} cannot"
-            )
-        self._make_environments = make_environments or (
-            lambda num_envs, seed, _: PlainEnvironments(env_class, num_envs or 1, seed)
-        )
         self._condition = threading.Condition()  # guards all attributes below
         self._token_check = access.TokenCheck(auth_token)
         self._log = access.PeerLog()
+        self._session = Session(env_class, make_environments, env, self._log)
         self._thread = None  # the one that runs us
         self._busy_since = [0.0] * MAX_STREAMS if busy_since is None else busy_since
         self._free_slots = list(range(MAX_STREAMS))  # entries of busy_since
@@ -180,53 +169,21 @@ class Server:
         slot = self._take_slot(options.num_envs or 0, context)
         counted_envs = options.num_envs or 0  # else it is our own number, known once they are made
         name = f"{self._address} for {context.peer()}"
-        environments = None
-        try:
-            try:
-                self._busy_since[slot] = time.monotonic()
-                environments = self._make_environments(options.num_envs, options.seed, name)
-                with self._condition:
-                    self._num_envs += environments.num_envs - counted_envs
-                    counted_envs = environments.num_envs
-                if self._plain:
-                    environments.truncated_rows = options.truncated_rows
-                encoder = wire.RowEncoder(environments, options.newest_frame_only)
-                row = environments.initial()
-                step = encoder.encode_first(row, PROTOCOL_VERSION, self._env)
-                likeness = None if self._plain else row["last_action"]
-                decoder = wire.ActionDecoder(environments.num_envs, likeness)
-            except BaseException:  # SystemExit, too, would leave the client waiting
-                self._busy_since[slot] = 0.0  # the client may be slow to read
-                yield _failure(name, self._log)
-                return
-            self._busy_since[slot] = 0.0
-            yield step
-            for request in requests:
-                try:
-                    actions = decoder.decode(request)
-                except wire.Refusal as error:
-                    self._log.error("the learner refused these environments", name, str(error))
-                    return
-                except ValueError as error:
-                    context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-                try:
-                    self._busy_since[slot] = time.monotonic()
-                    step = encoder.encode(environments.step(actions))
-                except BaseException:
-                    self._busy_since[slot] = 0.0
-                    yield _failure(name, self._log)
-                    return
-                self._busy_since[slot] = 0.0
-                yield step
-        finally:
-            try:
-                if environments is not None:
-                    self._busy_since[slot] = time.monotonic()  # closing environments may hang, too
-                    environments.close()
-            except BaseException:
-                self._log.error("cannot close the environments", name, traceback.format_exc())
+
+        def count(num_envs):
+            nonlocal counted_envs
             with self._condition:
-                self._busy_since[slot] = 0.0
+                self._num_envs += num_envs - counted_envs
+                counted_envs = num_envs
+
+        try:
+            yield from self._session.play(options, requests, name, self._busy_since, slot, count)
+        except wire.Refusal as error:
+            self._log.error("the learner refused these environments", name, str(error))
+        except ValueError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            with self._condition:
                 self._free_slots.append(slot)
                 self._num_envs -= counted_envs
                 self._condition.notify_all()
@@ -341,10 +298,3 @@ def _tcp_problem(host, port):
             if error.errno == errno.EADDRINUSE:
                 problem = f"{problem}, by another program; end it, or choose another port"
     return problem
-
-
-def _failure(name, log):
-    """Log the exception that is being handled; return a serialized Step that reports it."""
-    text = traceback.format_exc().encode(errors="replace").decode()
-    log.error("the environments failed, and the stream ends", name, text)
-    return rpcenv_pb2.Step(error=text).SerializeToString()

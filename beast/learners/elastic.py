@@ -53,6 +53,7 @@ MAX_FAILURES = 20  # consecutive failed exchanges after which a learner ends
 # Flags about a machine, in which learners of one policy may differ.
 OWN_FLAGS = (
     "env", "savedir", "seed", "rank", "num_actors", "num_servers", "server_addresses",
+    "listen", "max_streams", "insecure", "spaces",
     "batch_size", "envs_per_actor", "envs_per_stream", "num_buffers", "num_learner_threads",
     "num_inference_threads", "max_learner_queue_size", "stall_timeout_s",
 )  # fmt: skip
@@ -146,6 +147,9 @@ class ElasticGroup:
 
     def from_rank_0(self, function):
         return function()
+
+    def share_first(self, value):
+        return value
 
     def check_same(self, what, value):
         """Refuse a value that differs from that of a learner that takes part.

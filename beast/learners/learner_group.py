@@ -38,6 +38,9 @@ class Alone:
     def from_rank_0(self, function):
         return function()
 
+    def share_first(self, value):
+        return value
+
     def check_same(self, what, value):
         pass
 
@@ -121,6 +124,12 @@ class LearnerGroup:
         if error is not None:
             raise FlagError(error if self.rank == 0 else f"rank 0 could not start: {error}")
         return value
+
+    def share_first(self, value):
+        """Return the first value, of JSON, that any rank has given; None while all gave None."""
+        if self._start is None:
+            return value
+        return self._start.share_first(value)
 
     def check_same(self, what, value):
         """Refuse a rank whose value, a text or a dict, is not that of rank 0."""

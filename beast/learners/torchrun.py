@@ -4,6 +4,7 @@
 import atexit
 import contextlib
 import datetime
+import json
 import logging
 import os
 import select
@@ -112,6 +113,12 @@ class Start:
             self._is_meeting = False
         if self._has_to_stop:
             self._stop()
+
+    def share_first(self, value):
+        """Return the first value, of JSON, that any rank has given; None while all gave None."""
+        if value is not None:
+            self._store.compare_set("first", "", json.dumps(value))
+        return json.loads(self._store.get("first")) if self._store.check(["first"]) else None
 
     def _wait(self, key):
         """Wait until all ranks have arrived; all continue or all stop, as the first decides."""

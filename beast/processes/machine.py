@@ -109,10 +109,12 @@ def fit_actors(flags, rollout_bytes):
 def choose_servers(flags, has_gpu):
     """Choose num_servers, num_actors (streams) and envs_per_stream if not given.
 
-    No-op if servers run already. Many servers get two streams each, so that one plays while
-    the rows of the other are answered.
+    No-op if servers run already, or environments dial in and none are to be started. Many servers
+    get two streams each, so that one plays while the rows of the other are answered.
     """
-    if flags.server_addresses:
+    if flags.server_addresses or (
+        flags.listen and not flags.num_servers and flags.pipes_basename is None
+    ):
         flags.chosen = []
         return
     reasons, limits = {}, {"lag": MAX_LAG * flags.batch_size}  # of all environments

@@ -24,8 +24,8 @@ NOT_RESUMED = (
     "mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "pipes_basename",
     "write_profiler_trace", "best", "end_with_stdin", "record_video", "result_file",
     "render_mode", "wandb", "chosen", "fp32_devices", "rank", "num_learners", "elastic",
-    # Nor shall a checkpoint from elsewhere choose which secret is sent to its servers.
-    "tls_cert", "tls_key", "tls_ca", "auth_token_file",
+    # Nor shall a checkpoint from elsewhere open a port, or choose which secret is sent to servers.
+    "listen", "insecure", "tls_cert", "tls_key", "tls_ca", "auth_token_file",
 )  # fmt: skip
 NEWEST, BEST = "model.tar", "best.tar"
 # What a checkpoint must hold, and of which types.

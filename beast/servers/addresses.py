@@ -39,7 +39,7 @@ def consecutive_addresses(address, num_servers):
     return [f"{host}:{port + i}" for i in range(num_servers)]
 
 
-def expand_addresses(text):
+def expand_addresses(text, flag="--server_addresses"):
     """Return the addresses in "host:port,host:first_port-last_port,unix:/path"."""
     addresses = []
     for part in text.split(","):
@@ -47,7 +47,7 @@ def expand_addresses(text):
         first, last = (int(match[3] or 0), int(match[4] or match[3] or 0)) if match else (1, 0)
         if not 0 <= first <= last < 2**16:
             raise ValueError(
-                f"--server_addresses has {part!r}; give host:port, host:first_port-last_port or "
+                f"{flag} has {part!r}; give host:port, host:first_port-last_port or "
                 "unix:/path, separated by commas"
             )
         _check_path(match[1] or "")

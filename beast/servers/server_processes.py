@@ -55,20 +55,23 @@ def parse_flags(parser, argv=None):
 
 
 def server_main(run_server, flags, address, seed, pipe, busy_since):
-    """Run the server at `address`: a process. Send ("serving", None) once learners can connect."""
+    """Run the server at `address`: a process. Send ("serving", address) once a learner can use it.
+
+    Without an address the environments dial in, and the address is that of the learner.
+    """
     served = []  # holds the address once the server listens there
 
     def send(*message):
         with contextlib.suppress(OSError):  # the supervisor is ending
             pipe.send(message)
 
-    def started(address):
-        served.append(address)
-        send("serving", None)
+    def started(its_address):
+        served.extend([address] if address else [])
+        send("serving", its_address)
 
     def end():
-        for address in served:
-            remove_socket(address)
+        for its_address in served:
+            remove_socket(its_address)
         exit_now()
 
     def record_alive():
@@ -104,6 +107,7 @@ class ServerProcesses:
 
     Args:
       run_server: called in the process, as in polybeast_env.py.
+      addresses: of the servers; None for each that dials in to a learner.
     """
 
     def __init__(self, run_server, flags, addresses):
@@ -114,7 +118,10 @@ class ServerProcesses:
         self._busy_since = [None] * len(addresses)
         self._has_served = [False] * len(addresses)
         self.supervisor = Supervisor(
-            [f"the server of {address}" for address in addresses],
+            [
+                f"the server of {address}" if address else f"environment process {i}"
+                for i, address in enumerate(addresses)
+            ],
             self._create_process,
             # When the slowest stream, or the process, last made progress.
             lambda number: min(filter(None, self._busy_since[number])),
@@ -130,15 +137,20 @@ class ServerProcesses:
         """Start all servers and restart those that die, until `stop`, a list, is not empty.
 
         Raises:
-          RuntimeError: a server cannot be started, or ended before learners could connect.
+          RuntimeError: a server cannot be started, or ended before learners could use it.
         """
         self.supervisor.start()
         while not stop:
             for child, message in self.supervisor.news(GRACE):
                 if message is not None:
                     self._has_served[child.number] = True
-                    logging.info("serving on %s", self._addresses[child.number])
-                elif self._has_served[child.number]:
+                    if self._addresses[child.number]:
+                        logging.info("serving on %s", self._addresses[child.number])
+                    else:
+                        logging.info("%s plays for %s", child.name, message[1])
+                elif self._has_served[child.number] or not (
+                    self._addresses[child.number] or child.failure
+                ):
                     self.supervisor.restart(child)
                 else:
                     raise RuntimeError(child.failure or f"{child.name} died: {child.cause}")
@@ -153,9 +165,10 @@ class ServerProcesses:
                 child.process.terminate()
         self.supervisor.close(GRACE)
         for address, has_served in zip(self._addresses, self._has_served, strict=True):
-            if has_served:
+            if has_served and address:
                 remove_socket(address)
-            remove_folder(address)
+            if address:
+                remove_folder(address)
 
     def _create_process(self, number, num_deaths, pipe):
         seed = [number, num_deaths]  # a restarted server must not play the same games again

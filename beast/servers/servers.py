@@ -9,17 +9,15 @@ import contextlib
 import json
 import logging
 import os
-import queue
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 import libtorchbeast
-from beast.envs.spaces import row_ranges, spaces_from_json
+from beast.envs.spaces import spaces_from_json
 from beast.errors import EnvError, FlagError
 from beast.processes.lifetime import socket_folder
 from beast.servers import credentials
@@ -28,37 +26,44 @@ from beast.servers.addresses import (
     consecutive_addresses,
     expand_addresses,
 )
+from beast.servers.handshakes import query_servers
+from beast.servers.listening import check_listen, listen
 from beast.servers.server_processes import GRACE, PAUSES
 from libtorchbeast.access import is_local
 
-FIRST_LINE = 2  # seconds without an answer after which the log says so
-CONNECT_TIMEOUT = 20  # seconds until the log says why a server cannot be reached, and again
-ANSWER_TIMEOUT = 300  # seconds for a server to make its environments
-MAX_NAME = 200  # characters
-MAJORITY_TIMEOUT = 5  # seconds after the first answer in which others count
-
 
 @contextlib.contextmanager
-def connect(flags, script):
-    """Yield Servers: those at flags.server_addresses, or else local ones, which end with this.
+def connect(flags, script, group=None):
+    """Yield Servers: those at flags.server_addresses, those that dial in, or else local ones.
 
     Args:
       flags: of the learner.
-      script: path of polybeast_env.py, or of a fork of it, which local servers run.
+      script: path of polybeast_env.py, or of a fork of it, which local servers run; they end with
+        this.
+      group: of learners; None: there is one.
+
+    Raises:
+      EnvError: the address of --listen is not free.
     """
-    if flags.server_addresses:
-        addresses = own_addresses(flags)
-        yield Servers(addresses, flags.envs_per_stream, credentials.load(flags))
-    else:  # these are for this learner alone, and ask for no credentials
-        with LocalServers(flags, script) as local:
-            yield Servers(local.addresses, flags.envs_per_stream, {}, local)
+    with contextlib.ExitStack() as stack:
+        is_reachable = flags.server_addresses or flags.listen
+        keys = credentials.load(flags) if is_reachable else {}
+        listening = stack.enter_context(listen(flags, keys, group)) if flags.listen else None
+        addresses, local = [], None
+        if flags.server_addresses:
+            addresses = own_addresses(flags)
+        elif starts_servers(flags):  # for this learner alone: they ask for no credentials
+            local, keys = stack.enter_context(LocalServers(flags, script)), {}
+            addresses = local.addresses
+        yield Servers(flags, addresses, keys, local, listening)
 
 
 class Servers:
-    """Environment servers that have answered.
+    """Environment servers that have answered, and environments that dial in.
 
     Attributes:
       addresses: of all servers.
+      listening: for those that dial in, or None.
       num_envs: environments a stream.
       observation_space, action_space: of the environments.
       frame_skip: frames a step.
@@ -67,11 +72,17 @@ class Servers:
       credentials: keyword arguments for ActorPool.
     """
 
-    def __init__(self, addresses, num_envs, credentials, local=None):
+    def __init__(self, flags, addresses, credentials, local=None, listening=None):
         self.addresses, self.credentials, self._local = addresses, credentials, local
-        # One environment will do to answer, where we say how many there are to be.
-        handshake = query_servers(addresses, num_envs and 1, local, credentials)
-        self.num_envs = num_envs or handshake["num_envs"]
+        self.listening = listening
+        if listening is not None and flags.spaces is not None:  # of the checkpoint
+            handshake = {"num_envs": flags.envs_per_stream, "env": flags.env}
+            handshake["spaces"] = flags.spaces
+        else:
+            # One environment will do to answer, where we say how many there are to be.
+            num_envs = flags.envs_per_stream and 1
+            handshake = query_servers(addresses, num_envs, local, credentials, listening)
+        self.num_envs = flags.envs_per_stream or handshake["num_envs"]
         self.env = handshake["env"] or None
         self.spaces = handshake["spaces"]
         self.observation_space, self.action_space, self.frame_skip = spaces_from_json(self.spaces)
@@ -105,6 +116,8 @@ def adopt_env(flags, servers):
     if flags.env is None and servers.env is not None:
         logging.info("The environment servers play %s", servers.env)
     found = {"env": flags.env or servers.env, "frames_per_step": servers.frame_skip}
+    if servers.listening is not None:  # so that a resumed run need not wait to know them
+        found |= {"spaces": servers.spaces, "envs_per_stream": servers.num_envs}
     return argparse.Namespace(**vars(flags) | found)
 
 
@@ -117,7 +130,16 @@ def check_servers(flags):
         raise FlagError(error) from None
 
 
+def starts_servers(flags):
+    """Return whether the learner starts servers of its own; beside a listener only if asked to."""
+    if flags.server_addresses:
+        return False
+    return not flags.listen or bool(flags.num_servers or flags.pipes_basename)
+
+
 def _check_flags(flags):
+    if flags.listen:
+        check_listen(flags)
     if flags.server_addresses and flags.pipes_basename is not None:
         raise ValueError(
             f"--server_addresses ({flags.server_addresses}) names servers that run already, "
@@ -126,8 +148,15 @@ def _check_flags(flags):
     if flags.server_addresses:
         num_addresses = len(own_addresses(flags))
         credentials.load(flags)
-    else:
+    elif starts_servers(flags):
         num_addresses = len(local_addresses(flags, "/a/temporary/folder"))
+    else:
+        num_addresses = 0
+        if flags.num_actors:
+            raise ValueError(
+                f"--num_actors {flags.num_actors} are streams to servers, but with --listen alone "
+                "there are none: leave it out"
+            )
     if (flags.num_actors or num_addresses) < num_addresses:
         raise ValueError(
             f"--num_actors is {flags.num_actors}, but there are {num_addresses} servers, each of "
@@ -185,7 +214,8 @@ class LocalServers:
         learner_flags = {
             name: value
             for name, value in vars(flags).items()
-            if isinstance(value, (bool, int, float, str)) and name not in credentials.FLAGS
+            if isinstance(value, (bool, int, float, str))
+            and name not in (*credentials.FLAGS, "insecure")
         }
         self._command = [sys.executable, script, "--server_address", address, "--end_with_stdin"]
         self._command += ["--learner_flags", json.dumps(learner_flags)]
@@ -231,100 +261,3 @@ class LocalServers:
             except OSError as error:  # no memory, say; the next check tries again
                 logging.error("The environment servers cannot be started: %s", error)
         return status is None or status < 0
-
-
-def query_servers(addresses, num_envs, local=None, credentials=None):
-    """Wait for the servers' handshakes; return one as a dict.
-
-    All are asked at the same time, again and again. Of the answers within MAJORITY_TIMEOUT of the
-    first, the most frequent one is returned; of equally frequent ones, that of the server that is
-    listed first.
-
-    Args:
-      num_envs: environments that each server creates to answer; None: its default.
-      local: LocalServers, which are not waited for once they have ended.
-      credentials: keyword arguments of libtorchbeast.query_server.
-
-    Raises:
-      EnvError: every server answers, and none can be used.
-    """
-    answers, done = queue.SimpleQueue(), threading.Event()
-
-    def ask(address):
-        answer = None
-        while not done.is_set() and (answer is None or isinstance(answer, OSError)):
-            try:
-                answer = libtorchbeast.query_server(
-                    address, num_envs, ANSWER_TIMEOUT, CONNECT_TIMEOUT, check=check_handshake,
-                    **(credentials or {}),
-                )  # fmt: skip
-            except EnvError as error:  # of check_handshake
-                answer = ConnectionRefusedError(f"the environment server at {address} has {error}")
-            except BaseException as error:
-                answer = error
-            answers.put((address, answer))
-            if isinstance(answer, ConnectionError):
-                done.wait(2)  # before it is asked again
-
-    # In threads, so that Ctrl-C reaches this one.
-    for address in set(addresses):
-        threading.Thread(target=ask, args=(address,), daemon=True).start()
-    try:
-        latest = _collect(answers, addresses, local)
-    finally:
-        done.set()
-    handshakes = [latest[a] for a in addresses if isinstance(latest.get(a), dict)]
-    if not handshakes:
-        raise EnvError(f"no environment server can be used: {latest[addresses[0]]}")
-    return max(handshakes, key=handshakes.count)  # the first of the most frequent
-
-
-def check_handshake(handshake):
-    """Return row_ranges of a server's environments; raise EnvError where it cannot be used."""
-    num_envs, env, text = (handshake[key] for key in ("num_envs", "env", "spaces"))
-    if num_envs > libtorchbeast.MAX_ENVS:
-        raise EnvError(f"{num_envs:,} environments a stream, but {libtorchbeast.MAX_ENVS} is most")
-    if not env.isprintable() or len(env) > MAX_NAME:
-        raise EnvError(f"an environment whose name cannot be used: {env[:MAX_NAME]!r}")
-    if not text:
-        raise EnvError(
-            "no spaces, from which the net is made (servers of forks name no spaces): serve the "
-            "environment by create_env of polybeast_env.py"
-        )
-    return row_ranges(*spaces_from_json(text)[:2])
-
-
-def _collect(answers, addresses, local):
-    """Return the latest answers by address; log which servers have not answered."""
-    latest, start, deadline = {}, time.monotonic(), None
-    first_line = None if local else start + FIRST_LINE
-    while deadline is None or time.monotonic() < deadline:
-        if local is not None and not local.check():
-            raise EnvError("the environment servers could not be started: see above")
-        if first_line is not None and time.monotonic() > first_line:
-            logging.info("Waiting for environment servers at %s", ", ".join(addresses))
-            first_line = None
-        try:
-            address, answer = answers.get(timeout=0.1)
-        except queue.Empty:
-            continue
-        first_line, latest[address] = None, answer
-        if isinstance(answer, dict):
-            deadline = deadline or time.monotonic() + MAJORITY_TIMEOUT
-        elif isinstance(answer, OSError):  # of which ours are, too
-            advice = ""
-            if isinstance(answer, TimeoutError) and local is None:
-                advice = "; start polybeast_env.py there, or correct --server_addresses; if it is "
-                advice += "there, compare the TLS flags of both ends (SECURITY.md)"
-            seconds = time.monotonic() - start
-            logging.warning(
-                "Waiting for environment servers, %.0f s so far: %s%s", seconds, answer, advice
-            )
-        else:
-            raise answer
-        # Asking again would not help.
-        final = (dict, ConnectionRefusedError, ConnectionAbortedError)
-        if len(latest) == len(set(addresses)):
-            if all(isinstance(a, final) for a in latest.values()):
-                break
-    return latest

@@ -10,7 +10,7 @@ from beast.learners.devices import DeviceCopies
 from beast.learners.learner import Batch
 from beast.learners.learner_group import SEEDS_A_RANK
 from beast.runs.diagnostics import mean, show
-from beast.servers.servers import ANSWER_TIMEOUT, CONNECT_TIMEOUT
+from beast.servers.handshakes import ANSWER_TIMEOUT, CONNECT_TIMEOUT
 from libtorchbeast.access import Throttle
 
 CHECK_INTERVAL = 5  # seconds between two looks at the servers
@@ -34,7 +34,7 @@ class Streams:
 
     def __init__(self, flags, servers, initial_agent_state, first_step, device):
         self._servers = servers
-        self._num_streams = flags.num_actors or len(servers.addresses)
+        self._num_streams = (flags.num_actors or len(servers.addresses)) if servers.addresses else 0
         self._addresses = [
             servers.addresses[i % len(servers.addresses)] for i in range(self._num_streams)
         ]
@@ -70,6 +70,8 @@ class Streams:
             spaces=servers.spaces,
             ranges=row_ranges(*spaces_from_json(servers.spaces)[:2]) if servers.spaces else None,
             env=servers.env,
+            listener=servers.listening and servers.listening.listener,
+            listener_seed=f"{flags.seed},{flags.rank},{first_step}",
             connect_timeout_s=CONNECT_TIMEOUT,
             step_timeout_s=ANSWER_TIMEOUT,
             **servers.credentials,
@@ -101,9 +103,13 @@ class Streams:
             if self._pool.num_connected() == 0:
                 addresses = sorted(set(self._addresses))
                 more = f" and {len(addresses) - 8} more" if len(addresses) > 8 else ""
-                logging.warning(
-                    "No environment server answers: waiting for %s%s", addresses[:8], more
-                )
+                if addresses:
+                    logging.warning(
+                        "No environment server answers: waiting for %s%s", addresses[:8], more
+                    )
+                if self._servers.listening is not None:
+                    where = self._servers.listening.address
+                    logging.warning("No environments are there: waiting for some at %s", where)
 
     def count_batch(self, num_rows):
         """Count a batch that inference has answered."""
@@ -113,7 +119,8 @@ class Streams:
     def waits(self):
         """Return mean seconds that a stream has waited since the start, by what it waited for."""
         seconds = self._pool.waits()
-        return {f"actor_wait_{name}": s / self._num_streams for name, s in seconds.items()}
+        num_streams = max(1, self._num_streams, self._pool.num_connected())
+        return {f"actor_wait_{name}": s / num_streams for name, s in seconds.items()}
 
     def metrics(self):
         with self._lock:
@@ -129,16 +136,16 @@ class Streams:
         return {
             "batch": show(latest["inference_batch_size"]),
             "queue": f"{latest['learner_queue_size']}/{self._queue_size}",
-            "actors": f"{latest['connected_actors']}/{self._num_streams}",
+            "actors": f"{latest['connected_actors']}/{self._num_streams}"
+            if self._servers.listening is None
+            else str(latest["connected_actors"]),
         }
 
     def silences(self):
         """Return how long streams have waited, for a Watchdog."""
         return [
-            (f"stream {i}", f"waits for {what} (server {address})", seconds, None)
-            for i, (address, (what, seconds)) in enumerate(
-                zip(self._addresses, self._pool.silences(), strict=True)
-            )
+            (f"stream {i}", f"waits for {what} ({peer})", seconds, None)
+            for i, peer, what, seconds in self._pool.silences()
             if what != "learner"
         ]
 

@@ -16,7 +16,7 @@ import catch
 import catch_env
 
 import polybeast
-from beast.servers import servers, streams
+from beast.servers import handshakes, streams
 
 
 class Net(catch.Net):
@@ -27,8 +27,8 @@ class Net(catch.Net):
 PolyNet = polybeast.Net
 polybeast.Net, polybeast.create_env = Net, catch_env.create_env
 polybeast.ENV_SCRIPT = catch_env.__file__
-servers.CONNECT_TIMEOUT = 5
-streams.ANSWER_TIMEOUT = float(os.environ.get("ANSWER_TIMEOUT", servers.ANSWER_TIMEOUT))
+handshakes.CONNECT_TIMEOUT = streams.CONNECT_TIMEOUT = 5
+streams.ANSWER_TIMEOUT = float(os.environ.get("ANSWER_TIMEOUT", handshakes.ANSWER_TIMEOUT))
 streams.CHECK_INTERVAL = 0.5
 
 if __name__ == "__main__":

@@ -227,7 +227,9 @@ def test_streams_of_ranks_play_with_seeds_of_their_own(monkeypatch):
     monkeypatch.setattr(
         streams.libtorchbeast, "ActorPool", lambda *args, seeds, **kwargs: found.append(seeds)
     )
-    fake = SimpleNamespace(addresses=["a", "b"], num_envs=2, spaces="", env=None, credentials={})
+    fake = SimpleNamespace(
+        addresses=["a", "b"], num_envs=2, spaces="", env=None, credentials={}, listening=None
+    )
     for number in range(3):
         flags = polybeast.parser.parse_args(["--num_actors", "4", "--seed", "7"])
         flags.rank = number

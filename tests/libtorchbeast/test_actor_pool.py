@@ -674,7 +674,7 @@ def test_steps_are_counted_and_what_actors_wait_for_is_measured(start):
     server = start(FakeServer(obey(2)))
     rig = start(Rig([server.address], act_zero, columns=2, limit=2))
     rig.columns(6)
-    wait_until(lambda: rig.queue.size() == 2 and rig.pool.silences()[0][0] == "learner")
+    wait_until(lambda: rig.queue.size() == 2 and rig.pool.silences()[0][2] == "learner")
     assert rig.pool.count() == (3 + 2) * 2 * T  # one rollout waits, one is kept waiting
     waits = rig.pool.waits()
     assert waits.keys() == {"inference", "environments", "learner"}

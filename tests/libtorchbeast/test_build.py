@@ -73,7 +73,7 @@ def test_the_python_messages_are_those_of_the_proto_file(tmp_path):
         check=True,
     )
     (now,) = descriptor_pb2.FileDescriptorSet.FromString(file.read_bytes()).file
-    for message in now.message_type:
+    for message in [*now.message_type, *(n for m in now.message_type for n in m.nested_type)]:
         for field in message.field:
             field.ClearField("json_name")  # protoc leaves it out of what it generates
     assert descriptor_pb2.FileDescriptorProto.FromString(rpcenv_pb2.DESCRIPTOR.serialized_pb) == now

@@ -31,7 +31,7 @@ import atari_wrappers
 import libtorchbeast
 from beast.envs.environments import Environments
 from beast.nest import map_nest
-from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher, Server, server, wire
+from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher, Server, server, session, wire
 from libtorchbeast import rpcenv_pb2 as pb
 
 ANY_PORT = "127.0.0.1:0"
@@ -52,7 +52,7 @@ def test_old_api_without_spaces_and_with_reset_without_arguments():
     with serving(Old) as address, Stream(address) as stream:
         assert stream.handshake.num_envs == 1
         assert stream.handshake.spaces == stream.handshake.env == ""
-        assert stream.handshake.protocol_version == server.PROTOCOL_VERSION
+        assert stream.handshake.protocol_version == session.PROTOCOL_VERSION
         column = columns(play(stream, 7))
     assert column["frame"] == [[0], [1], [2], [0], [1], [2], [0], [1]]
     assert column["reward"] == [0, 0.5, 1, 1.5, 0.5, 1, 1.5, 0.5]

@@ -25,7 +25,7 @@ from stream import Stream, make_many, refusal, serving
 import polybeast
 import polybeast_env
 from beast.errors import EnvError, FlagError
-from beast.servers import credentials, server_processes, servers
+from beast.servers import credentials, handshakes, server_processes, servers
 from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher, Server, query_server
 from libtorchbeast import server as server_module
 from libtorchbeast.access import is_local
@@ -108,10 +108,10 @@ def test_learners_and_actors_that_are_refused_say_so(caplog):
         serving(None, make_environments=make_many(Catch), auth_token=TOKEN) as good,
     ):
         message = f"refused by the environment server at {strange}: .* the learner has another one"
-        assert servers.query_servers([strange, good], None, credentials=access)["num_envs"] == 1
+        assert handshakes.query_servers([strange, good], None, credentials=access)["num_envs"] == 1
         assert re.search(message, caplog.text)
         with pytest.raises(EnvError, match=f"no .* can be used: {message}"):
-            servers.query_servers([strange], None, credentials=access)
+            handshakes.query_servers([strange], None, credentials=access)
         with contextlib.closing(Rig([strange], act_zero, (), reconnect=True, **access)) as rig:
             assert "trying again in" in rig.wait_for_event(message)[0]
         pool = ActorPool(1, BatchingQueue(), DynamicBatcher(), [strange], (), **access)

@@ -24,17 +24,17 @@ import polybeast
 import polybeast_env
 from beast.envs.spaces import spaces_to_json
 from beast.errors import EnvError, FlagError
-from beast.servers import server_processes, servers
+from beast.servers import handshakes, server_processes, servers
 
 
 @pytest.fixture
 def fake_query(monkeypatch):
     """Return a function by whose argument all servers are asked: called with an address."""
-    monkeypatch.setattr(servers, "MAJORITY_TIMEOUT", 60)
+    monkeypatch.setattr(handshakes, "MAJORITY_TIMEOUT", 60)
 
     def replace(query):
         monkeypatch.setattr(
-            servers.libtorchbeast, "query_server", lambda address, *_, **__: query(address)
+            handshakes.libtorchbeast, "query_server", lambda address, *_, **__: query(address)
         )
 
     return replace
@@ -62,12 +62,12 @@ def deep(depth, key="a"):
 def test_an_unusable_server_is_named_and_the_others_count(handshake, message, caplog):
     bad, good = FakeServer(obey(**handshake)), FakeServer(obey(2, spaces=SPACES))
     for addresses in ([bad.address, good.address], [good.address, bad.address]):
-        assert servers.query_servers(addresses, None)["spaces"] == SPACES
+        assert handshakes.query_servers(addresses, None)["spaces"] == SPACES
         (text,) = {text for text in caplog.messages if "0 s so far" in text}
         assert bad.address in text and re.search(message, text)
         caplog.clear()
     with pytest.raises(EnvError, match=f"(?s)no .* can be used: .*{bad.address}.*{message}"):
-        servers.query_servers([bad.address], None)
+        handshakes.query_servers([bad.address], None)
     bad.stop()
     good.stop()
 
@@ -84,7 +84,7 @@ def test_what_most_servers_say_counts_whoever_answers_first(fake_query, order):
         return {"num_envs": 4}
 
     fake_query(query)
-    assert servers.query_servers(order.split(), None) == {"num_envs": 4}
+    assert handshakes.query_servers(order.split(), None) == {"num_envs": 4}
 
 
 def test_where_servers_differ_the_first_that_answers_counts(fake_query, monkeypatch):
@@ -97,14 +97,14 @@ def test_where_servers_differ_the_first_that_answers_counts(fake_query, monkeypa
 
     fake_query(query)
     for addresses in (["a", "b"], ["b", "a"]):
-        assert servers.query_servers(addresses, None)["env"] == addresses[0]
-    monkeypatch.setattr(servers, "MAJORITY_TIMEOUT", 0.1)
-    assert servers.query_servers(["silent", "b"], None)["env"] == "b"
+        assert handshakes.query_servers(addresses, None)["env"] == addresses[0]
+    monkeypatch.setattr(handshakes, "MAJORITY_TIMEOUT", 0.1)
+    assert handshakes.query_servers(["silent", "b"], None)["env"] == "b"
     ended.set()
 
 
 def test_the_log_names_servers_waited_for_and_later_why(fake_query, caplog, monkeypatch):
-    monkeypatch.setattr(servers, "FIRST_LINE", 0)
+    monkeypatch.setattr(handshakes, "FIRST_LINE", 0)
     failures = [TimeoutError(f"no environment server at host:{i} within 20 s") for i in (2, 1)]
 
     def query(address):
@@ -115,7 +115,7 @@ def test_the_log_names_servers_waited_for_and_later_why(fake_query, caplog, monk
 
     fake_query(query)
     caplog.set_level(logging.INFO)
-    assert servers.query_servers(["host:1"], None) == {"env": "Pong"}
+    assert handshakes.query_servers(["host:1"], None) == {"env": "Pong"}
     first, *later = caplog.messages
     assert first == "Waiting for environment servers at host:1"
     for i, message in zip((1, 2), later, strict=True):
@@ -141,7 +141,7 @@ def test_connect_returns_the_servers_environment():
 
 def adopt(given, served, eval_interval=0):
     flags = SimpleNamespace(env=given, eval_interval=eval_interval)
-    return servers.adopt_env(flags, SimpleNamespace(env=served, frame_skip=3))
+    return servers.adopt_env(flags, SimpleNamespace(env=served, frame_skip=3, listening=None))
 
 
 @pytest.mark.parametrize("given", [None, "Catch", "Breakout"])
@@ -226,5 +226,5 @@ def test_local_servers_get_the_learners_flags_but_no_secret(monkeypatch):
     assert "auth_token_file" not in json.loads(served.pop("learner_flags"))
     assert served.pop("server_address").startswith("unix:/") and served.pop("end_with_stdin")
     assert served.pop("auth_token_file") is None and not served.pop("insecure")
-    assert served.pop("program") == "polybeast_env.py"
+    assert served.pop("learner") is None and served.pop("program") == "polybeast_env.py"
     assert len(served) > 12 and served == {name: getattr(flags, name) for name in served}

@@ -25,6 +25,7 @@ def created():
     """Streams to a server that is not there."""
     flags = polybeast.parser.parse_args(["--seed", "1"])
     found = SimpleNamespace(addresses=["unix:/nowhere"], num_envs=1, spaces="", env=None)
+    found.listening = None
     found.credentials = {}
     created = streams.Streams(flags, found, (), 0, CPU)
     yield created

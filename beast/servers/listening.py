@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A learner's port for environments that dial in. No torch here."""
+
+import contextlib
+import logging
+import os
+import re
+import resource
+import socket
+import threading
+
+import libtorchbeast
+from beast.errors import EnvError
+from libtorchbeast.access import check_address
+
+SPARE_FILES = 1024  # descriptors for all else, and for connections of strangers
+GRACE = 5  # seconds for the log's thread to end
+
+
+class Listening:
+    """A port that is open.
+
+    Attributes:
+      address: host:port.
+      listener: its libtorchbeast.Listener.
+
+    Args:
+      group: of learners, which have one game and its spaces; None: there is one learner.
+    """
+
+    def __init__(self, address, listener, group=None):
+        self.address, self.listener, self._group = address, listener, group
+
+    def agree_on(self, handshake):
+        """Return the first handshake at any learner of the group: maybe this one; None if none."""
+        return handshake if self._group is None else self._group.share_first(handshake)
+
+
+def check_listen(flags):
+    """Raise ValueError where --listen or --max_streams cannot be served."""
+    host, _ = own_address(flags)
+    is_safe = flags.insecure or flags.tls_cert or flags.auth_token_file
+    try:
+        check_address(flags.listen, is_safe)
+    except RuntimeError as error:
+        raise ValueError(f"--listen: {error}") from None
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2 * flags.max_streams + SPARE_FILES:
+        raise ValueError(
+            f"--max_streams {flags.max_streams} may need {2 * flags.max_streams + SPARE_FILES:,} "
+            f"open files, but the limit is {hard:,} (ulimit -Hn): raise it, or take fewer"
+        )
+
+
+def own_address(flags):
+    """Return host and port of this learner: several on a machine have consecutive ports."""
+    match = re.fullmatch(r"\[(.+)\]:(\d{1,5})|([^:\[\]]+):(\d{1,5})", flags.listen)
+    port = int(match[2] or match[4]) + int(os.environ.get("LOCAL_RANK", 0)) if match else 0
+    if not match or port >= 2**16:
+        raise ValueError(f"--listen is {flags.listen!r}; it should be host:port")
+    return match[1] or match[3], port
+
+
+@contextlib.contextmanager
+def listen(flags, credentials, group=None):
+    """Yield a Listening at flags.listen, which is closed with this.
+
+    Args:
+      credentials: keyword arguments of libtorchbeast.Listener.
+      group: of learners; None: there is one.
+
+    Raises:
+      EnvError: the address cannot be listened at.
+    """
+    host, port = own_address(flags)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * flags.max_streams + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    try:
+        family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        port_socket = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise EnvError(f"cannot listen at {flags.listen}: {error.strerror or error}") from None
+    with port_socket:
+        listener = libtorchbeast.Listener(port_socket.fileno(), flags.max_streams, **credentials)
+
+        def log_events():
+            for event in iter(listener.next_event, None):
+                logging.warning("%s", event)
+
+        thread = threading.Thread(target=log_events, name="listener", daemon=True)
+        thread.start()
+        port = port_socket.getsockname()[1]
+        address = f"{flags.listen.rpartition(':')[0]}:{port}"
+        logging.info("Listening for environments at %s", address)
+        try:
+            yield Listening(address, listener, group)
+        finally:
+            listener.close()
+            thread.join(GRACE)

@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "listener.h"
+
+#include <fcntl.h>
+#include <grpc/compression.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <deque>
+#include <future>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "errors.h"
+#include "wire.h"
+
+namespace torchbeast {
+
+namespace {
+
+using Clock = EnvStream::Clock;
+
+constexpr auto kPatience = std::chrono::milliseconds(250);  // between two looks for an end
+constexpr auto kLogInterval = std::chrono::seconds(10);     // between two lines about strangers
+// A connection without a stream is closed after this time, by gRPC's limits below. So at most as
+// many are open beside those of streams as are accepted in this time.
+constexpr auto kConnectionTime = std::chrono::seconds(45);
+constexpr size_t kSpareConnections = 128;
+constexpr auto kShutdownTime = std::chrono::seconds(2);
+
+// Whether two texts are equal, in a time that does not show how much of a guess is right.
+bool are_equal(const std::string& a, const std::string& b) {
+  if (a.size() != b.size()) return false;
+  unsigned char difference = 0;
+  for (size_t i = 0; i < a.size(); ++i) difference |= static_cast<unsigned char>(a[i] ^ b[i]);
+  return difference == 0;
+}
+
+std::string peer_of(const grpc::ServerContext& context) {
+  std::string peer = context.peer();  // ipv4:host:port, ipv6:[host]:port or unix:
+  if (peer.compare(0, 3, "ipv") == 0) peer.erase(0, 5);
+  return peer;
+}
+
+std::shared_ptr<grpc::ServerCredentials> make_credentials(const Credentials& credentials) {
+  if (!credentials.tls) return grpc::InsecureServerCredentials();
+  grpc::SslServerCredentialsOptions options(
+      GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
+  options.pem_root_certs = credentials.tls->ca;
+  options.pem_key_cert_pairs = {{credentials.tls->key, credentials.tls->certificate}};
+  return grpc::SslServerCredentials(options);
+}
+
+}  // namespace
+
+IncomingStream::IncomingStream(grpc::ServerContext* context, Messages* messages)
+    : EnvStream("the environments at " + peer_of(*context)),
+      messages_(messages),
+      context_(context) {}
+
+void IncomingStream::begin(Seconds, Seconds answer_timeout) {
+  rpcenv::Action hello;
+  hello.set_protocol_version(kProtocolVersion);
+  for (const auto& [name, text] : options_.to_texts()) (*hello.mutable_options())[name] = text;
+  begin_wait(answer_timeout);
+  if (!messages_->Write(hello)) fail();
+}
+
+void IncomingStream::refuse(const std::string& reason) {
+  rpcenv::Action action;
+  action.set_refusal(reason);
+  begin_wait(kGrace);
+  messages_->Write(action);
+  end_wait();
+}
+
+void IncomingStream::try_cancel() {
+  Lock lock(mutex_);
+  if (context_ != nullptr) context_->TryCancel();
+}
+
+bool IncomingStream::is_gone() {
+  Lock lock(mutex_);
+  return context_ == nullptr || context_->IsCancelled();
+}
+
+void IncomingStream::end() {
+  Lock lock(mutex_);
+  context_ = nullptr;
+}
+
+grpc::Status IncomingStream::finish() {
+  if (is_gone()) return {grpc::StatusCode::CANCELLED, "the connection or its process has ended"};
+  return {grpc::StatusCode::UNKNOWN, "it ended the stream, or sent a malformed message"};
+}
+
+Listener::Listener(int socket, int64_t max_streams, Credentials credentials)
+    : socket_(socket), max_streams_(max_streams), credentials_(std::move(credentials)) {
+  credentials_.check();
+  if (max_streams_ < 1) throw std::invalid_argument("max_streams must be at least 1");
+  grpc::ServerBuilder builder;
+  builder.RegisterService(this);
+  builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
+  builder.SetMaxSendMessageSize(kMaxMessageBytes);
+  // No compressed messages: gRPC's limit is on the compressed size, which bounds no memory.
+  builder.AddChannelArgument(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET,
+                             1 << GRPC_COMPRESS_NONE);
+  // Connections without a stream are short: those that say nothing, those that open none, and
+  // those that open one that is refused after the other. Streams go on after such an age.
+  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, 20'000);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, 20'000);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_AGE_MS, 20'000);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, 2);
+  builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, 8192);
+  // A peer that was unplugged or stopped sends nothing: ping it, and disconnect without an answer.
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
+  // Long, since some environments keep their process from answering while they are made or reset.
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 50'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5'000);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
+  // One read and one window for a batch of frames, not dozens.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, 1 << 20);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 8 << 20);
+  // Connections are accepted here: gRPC would accept any number, and none any more once there were
+  // no file descriptors left.
+  acceptor_ = builder.experimental().AddExternalConnectionAcceptor(
+      grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
+      make_credentials(credentials_));
+  server_ = builder.BuildAndStart();
+  if (!server_) throw std::invalid_argument("gRPC cannot serve with that certificate and key");
+  accepting_ = std::thread([this] { accept_connections(); });
+}
+
+Listener::~Listener() { close(); }
+
+void Listener::accept_connections() {
+  std::deque<Clock::time_point> recent;  // when connections were accepted
+  const size_t max_recent = static_cast<size_t>(max_streams_) + kSpareConnections;
+  fcntl(socket_, F_SETFL, O_NONBLOCK);
+  while (!closed_) {
+    while (!recent.empty() && recent.front() + kConnectionTime < Clock::now()) recent.pop_front();
+    pollfd wait{socket_, POLLIN, 0};
+    const bool is_full = recent.size() >= max_recent;  // those that come wait in the kernel
+    const int fd = !is_full && poll(&wait, 1, kPatience.count()) > 0
+                       ? accept4(socket_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC)
+                       : -1;
+    if (fd < 0) {
+      // Also where there are no file descriptors left.
+      if (is_full || wait.revents != 0) std::this_thread::sleep_for(kPatience);
+      continue;
+    }
+    const int on = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));  // fails for unix sockets
+    recent.push_back(Clock::now());
+    grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
+    connection.listener_fd = socket_;
+    connection.fd = fd;
+    acceptor_->HandleNewConnection(&connection);
+  }
+}
+
+// An error status for a stream without the token.
+grpc::Status Listener::refuse_stranger(const grpc::ServerContext& context) {
+  if (!credentials_.auth_token) return grpc::Status::OK;
+  const auto& metadata = context.client_metadata();
+  const auto token = metadata.find("auth-token");
+  if (token != metadata.end() &&
+      are_equal({token->second.data(), token->second.size()}, *credentials_.auth_token)) {
+    return grpc::Status::OK;
+  }
+  int64_t num_strangers = 0;
+  {
+    Lock lock(mutex_);
+    ++num_strangers_;
+    if (Clock::now() >= next_line_) {
+      next_line_ = Clock::now() + kLogInterval;
+      std::swap(num_strangers, num_strangers_);
+    }
+  }
+  if (num_strangers > 0) {
+    events_.report("refused " + std::to_string(num_strangers) +
+                   " stream(s) without this learner's token, most recently from " +
+                   peer_of(context));
+  }
+  return {grpc::StatusCode::UNAUTHENTICATED,
+          std::string("this learner asks for a token, but ") +
+              (token == metadata.end() ? "there is none" : "this is another one") +
+              ": give both ends one --auth_token_file"};
+}
+
+grpc::Status Listener::StreamingLearner(grpc::ServerContext* context,
+                                        IncomingStream::Messages* messages) {
+  const grpc::Status refusal = refuse_stranger(*context);
+  if (!refusal.ok()) return refusal;
+  {
+    Lock lock(mutex_);
+    if (closed_) return {grpc::StatusCode::UNAVAILABLE, "this learner ends"};
+    if (num_streams_ >= max_streams_) {
+      return {grpc::StatusCode::RESOURCE_EXHAUSTED,
+              "this learner has " + std::to_string(num_streams_) +
+                  " streams already, and no more at once (its --max_streams)"};
+    }
+    ++num_streams_;
+  }
+  messages->SendInitialMetadata();  // says that the stream was accepted
+  const auto stream = std::make_shared<IncomingStream>(context, messages);
+  serve(stream);
+  stream->end();
+  {
+    Lock lock(mutex_);
+    --num_streams_;
+  }
+  return closed_ ? grpc::Status(grpc::StatusCode::UNAVAILABLE, "this learner ends")
+                 : grpc::Status::OK;
+}
+
+void Listener::serve(const std::shared_ptr<IncomingStream>& stream) {
+  Use use;
+  {
+    Lock lock(mutex_);
+    while (!closed_ && (!use_ || count_ == 0)) {
+      changed_.wait_until(lock, Clock::now() + kPatience);
+      if (stream->is_gone()) return;
+    }
+    if (closed_) return;
+    if (count_) --*count_;
+    use = use_;
+    ++num_used_;
+  }
+  use(stream);
+  {
+    Lock lock(mutex_);
+    --num_used_;
+  }
+  changed_.notify_all();
+}
+
+void Listener::set_use(Use use, std::optional<int64_t> count) {
+  const bool is_empty = !use;
+  {
+    Lock lock(mutex_);
+    use_ = std::move(use);
+    count_ = count;
+  }
+  changed_.notify_all();
+  Lock lock(mutex_);
+  while (is_empty && num_used_ > 0) changed_.wait(lock);
+}
+
+std::pair<std::string, rpcenv::Step> Listener::query(const StreamOptions& options,
+                                                     EnvStream::Seconds answer_timeout) {
+  std::promise<std::pair<std::string, rpcenv::Step>> answer;
+  Mutex mutex;
+  std::shared_ptr<IncomingStream> queried;
+  const auto use = [&](const std::shared_ptr<IncomingStream>& stream) {
+    try {
+      {
+        Lock lock(mutex);
+        queried = stream;
+      }
+      stream->set_options(options);
+      const rpcenv::Step& first = stream->open(answer_timeout, answer_timeout);
+      answer.set_value({stream->peer(), first});
+    } catch (...) {
+      answer.set_exception(std::current_exception());
+    }
+  };
+  auto future = answer.get_future();
+  set_use(use, 1);
+  while (future.wait_for(kPatience) != std::future_status::ready) {
+    Lock lock(mutex);
+    if (queried) closed_ ? queried->cancel() : queried->cancel_if_late();
+    if (!queried && closed_) break;
+  }
+  set_use(nullptr);
+  if (future.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
+    throw ClosedError("the listener is closed");
+  }
+  return future.get();
+}
+
+int64_t Listener::num_streams() {
+  Lock lock(mutex_);
+  return num_streams_;
+}
+
+void Listener::close() {
+  if (closed_.exchange(true)) return;
+  changed_.notify_all();
+  accepting_.join();
+  server_->Shutdown(std::chrono::system_clock::now() + kShutdownTime);
+  events_.close();
+}
+
+}  // namespace torchbeast

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// Accepts streams of environments that dial in: here the learner is the server.
+#pragma once
+
+#include <grpcpp/grpcpp.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "credentials.h"
+#include "env_stream.h"
+#include "event_log.h"
+#include "mutex.h"
+#include "rpcenv.grpc.pb.h"
+#include "stream_options.h"
+
+namespace torchbeast {
+
+// Others may keep it after its stream has ended.
+class IncomingStream final : public EnvStream {
+ public:
+  using Messages = grpc::ServerReaderWriter<rpcenv::Action, rpcenv::Step>;
+
+  IncomingStream(grpc::ServerContext* context, Messages* messages);
+
+  // To be called before open(). Unset fields are the environments' choice.
+  void set_options(StreamOptions options) { options_ = std::move(options); }
+
+  void refuse(const std::string& reason) override;
+
+  // Forget context and messages, which are about to be destroyed.
+  void end();
+
+  bool is_gone();
+
+ private:
+  void begin(Seconds connect_timeout, Seconds answer_timeout) override;
+  bool write_message(const rpcenv::Action& action) override { return messages_->Write(action); }
+  bool read_message(rpcenv::Step* step) override { return messages_->Read(step); }
+  void try_cancel() override;
+  grpc::Status finish() override;
+
+  Messages* const messages_;
+  StreamOptions options_;
+  Mutex mutex_;
+  grpc::ServerContext* context_ TB_GUARDED_BY(mutex_);  // null after the end
+};
+
+// Streams wait until somebody uses them. Each has a thread of its own.
+class Listener final : private rpcenv::RPCLearner::Service {
+ public:
+  using Use = std::function<void(const std::shared_ptr<IncomingStream>&)>;
+
+  // `socket` listens already, and is closed by the caller after close(). `max_streams` is the
+  // largest number of streams at the same time. Throws std::invalid_argument for invalid
+  // credentials, std::runtime_error where the system has no threads left.
+  Listener(int socket, int64_t max_streams, Credentials credentials);
+  ~Listener() override;
+
+  // Have streams used, those that wait first, each by a call of `use`, with whose return it ends;
+  // `count` is how many at most. With an empty function streams wait from now on, and this blocks
+  // until none is used any more.
+  void set_use(Use use, std::optional<int64_t> count = std::nullopt);
+
+  // Who waits, or comes next, and its first message; that stream ends. Throws what EnvStream::open
+  // does, and ClosedError after close(). Not to be called while streams are used otherwise.
+  std::pair<std::string, rpcenv::Step> query(const StreamOptions& options,
+                                             EnvStream::Seconds answer_timeout);
+
+  // Streams that are there, used or not.
+  int64_t num_streams();
+
+  EventLog& events() { return events_; }
+
+  // End all streams, and refuse new ones.
+  void close();
+
+ private:
+  grpc::Status StreamingLearner(grpc::ServerContext* context,
+                                IncomingStream::Messages* messages) override;
+  grpc::Status refuse_stranger(const grpc::ServerContext& context);
+  void serve(const std::shared_ptr<IncomingStream>& stream);
+  void accept_connections();
+
+  const int socket_;
+  const int64_t max_streams_;
+  const Credentials credentials_;
+  EventLog events_;
+
+  Mutex mutex_;
+  Condition changed_;
+  Use use_ TB_GUARDED_BY(mutex_);
+  std::optional<int64_t> count_ TB_GUARDED_BY(mutex_);  // how many streams it may still have
+  int64_t num_streams_ TB_GUARDED_BY(mutex_) = 0;
+  int64_t num_used_ TB_GUARDED_BY(mutex_) = 0;
+  int64_t num_strangers_ TB_GUARDED_BY(mutex_) = 0;  // since the last log line about them
+  std::chrono::steady_clock::time_point next_line_ TB_GUARDED_BY(mutex_){};
+
+  std::atomic<bool> closed_{false};
+  std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor_;
+  std::unique_ptr<grpc::Server> server_;
+  std::thread accepting_;
+};
+
+}  // namespace torchbeast

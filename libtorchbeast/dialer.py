@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments that dial in to a learner, by the protocol in rpcenv.proto.
+
+    Dialer(MyEnv, ["learner:50050"], auth_token=TOKEN).run()
+
+Needs numpy, grpcio and protobuf: no gymnasium, and nothing that is compiled here.
+"""
+
+import logging
+import queue
+import random
+
+import grpc
+
+from libtorchbeast import access, rpcenv_pb2, wire
+from libtorchbeast.session import PROTOCOL_VERSION, Session
+
+PAUSES = (0.2, 1, 2, 4, 8)  # seconds before another attempt, by the number of failures in a row
+LOG_INTERVAL = 10  # seconds between two lines about a learner that is waited for
+METHOD = "/rpcenv.RPCLearner/StreamingLearner"
+
+_OPTIONS = (
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", wire.MAX_ACTION_BYTES),
+    # That is the limit of what arrives; decompressed, it might be a thousand times as much.
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection for each stream
+    # Ping the learner, which may be unplugged or stopped.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+# What another attempt would not change.
+_FINAL = {
+    grpc.StatusCode.UNAUTHENTICATED: "refused by the learner at {}: {}",
+    grpc.StatusCode.UNIMPLEMENTED: "the learner at {} is of a version that environments cannot "
+    "dial in to: update it ({})",
+}
+
+
+class Dialer:
+    """Dials in to a learner, with fresh environments for each stream, again and again.
+
+    Args:
+      env_class, make_environments, env: as of Server.
+      addresses: host:port of the learners; where one is gone, the next one is tried.
+      first: index of the address to be tried first.
+      busy_since: an array, of whose first entry Server says what it is.
+      tls: PEM texts of the authority that signed the learner's certificate, of our own certificate
+        and of its key.
+      auth_token: the token that the learner asks for.
+    """
+
+    def __init__(
+        self, env_class, addresses, first=0, *,
+        make_environments=None, env="", busy_since=None, tls=None, auth_token=None,
+    ):  # fmt: skip
+        access.check_credentials(tls, auth_token)
+        self._addresses, self._next = list(addresses), first
+        self._log = access.PeerLog()
+        self._session = Session(env_class, make_environments, env, self._log)
+        self._busy_since = [0.0] if busy_since is None else busy_since
+        self._tls, self._metadata = tls, [("auth-token", auth_token)] if auth_token else []
+        self._news = queue.SimpleQueue()  # whose methods a handler of a signal may call
+        self._is_stopped = False
+
+    def run(self, started=None):
+        """Dial until `stop`. Calls `started`, if given, with the address that first accepts us.
+
+        Raises:
+          RuntimeError: a learner refuses us for good before any has accepted us.
+        """
+        num_failures, has_played = 0, False
+        while not self._is_stopped:
+            address = self._addresses[self._next % len(self._addresses)]
+            stream = _Stream(self, address, None if has_played else started)
+            error = stream.run()
+            has_played |= stream.has_played
+            if error is None:  # it was there to tell the spaces, or the learner ends
+                self._wait(PAUSES[0])
+            if self._is_stopped or error is None:
+                continue
+            if stream.is_refused and not has_played:
+                raise RuntimeError(error)
+            self._log.error("lost", address, error)
+            self._next += 1
+            num_failures = 1 if stream.has_played else num_failures + 1
+            pause = PAUSES[min(num_failures, len(PAUSES)) - 1] * random.uniform(0.5, 1.5)
+            self._wait(pause)
+
+    def stop(self):
+        """End the stream and `run`. For any thread, and handlers of signals."""
+        self._is_stopped = True
+        self._news.put("stop")
+
+    def _wait(self, seconds):
+        try:
+            return self._news.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+
+class _Stream:
+    """One stream to a learner. Attributes: has_played, is_refused."""
+
+    def __init__(self, dialer, address, started):
+        self._dialer, self._address, self._started = dialer, address, started
+        self.has_played = self.is_refused = False
+        self._error = None
+        self._calls = queue.SimpleQueue()  # the call, once there is one
+
+    def run(self):
+        """Play until the stream ends; return why, None where the learner has ended it in order."""
+        dialer, call = self._dialer, None
+        with _open_channel(self._address, dialer._tls) as channel:
+            # gRPC's thread that sends makes the environments and steps them, too: one thread less
+            # between an action and its row.
+            call = channel.stream_stream(METHOD)(self._steps(), metadata=dialer._metadata)
+            self._calls.put(call)
+            while dialer._wait(LOG_INTERVAL) != self:
+                if dialer._is_stopped:
+                    call.cancel()
+                elif not self.has_played:
+                    logging.info("Waiting for the learner at %s", self._address)
+        if self._error is None and call.code() != grpc.StatusCode.OK:
+            self.is_refused = call.code() in _FINAL
+            text = _FINAL.get(call.code(), "the learner at {} cannot be reached, or has gone: {}")
+            self._error = text.format(self._address, access.printable(call.details() or ""))
+        return self._error
+
+    def _steps(self):
+        """Yield serialized Steps to be sent."""
+        try:
+            call = self._calls.get()
+            hello = rpcenv_pb2.Action.FromString(next(call))
+            if hello.protocol_version != PROTOCOL_VERSION:
+                self._refuse(f"the learner at {self._address} speaks protocol version "
+                             f"{hello.protocol_version}, but these environments speak "
+                             f"{PROTOCOL_VERSION}: update the older one")  # fmt: skip
+                return
+            options = wire.read_stream_options(dict(hello.options))
+            has_failed = yield from self._dialer._session.play(
+                options, self._count(call), self._address, self._dialer._busy_since, 0
+            )
+            if has_failed:
+                self._error = "the environments failed"
+        except wire.Refusal as error:
+            self._refuse(access.printable(str(error)))
+        except grpc.RpcError:  # of which the call has the status
+            pass
+        except StopIteration:
+            self._error = "the learner has ended the stream before it began"
+        except Exception as error:
+            self._error = f"the learner sent a malformed message: {error}"
+        finally:
+            self._dialer._news.put(self)
+
+    def _refuse(self, reason):
+        self._error, self.is_refused = reason, True
+
+    def _count(self, call):
+        for request in call:
+            if not self.has_played:
+                self.has_played = True
+                if self._started is not None:
+                    self._started(self._address)
+            yield request
+
+
+def _open_channel(address, tls):
+    if tls is None:
+        return grpc.insecure_channel(address, _OPTIONS)
+    ca, certificate, key = (t if isinstance(t, bytes) else t.encode() for t in tls)
+    return grpc.secure_channel(
+        address, grpc.ssl_channel_credentials(ca, key, certificate), _OPTIONS
+    )
