@@ -169,12 +169,15 @@ void ActorPool::act_for(const std::shared_ptr<IncomingStream>& stream) {
     fail(std::current_exception());
   }
   disconnect(*index);
+  {
+    Lock lock(mutex_);
+    actors_[*index].peer.clear();
+  }
   if (!event.empty() && !stopped_) {
     events_.report(event + "; streams now: " + std::to_string(wait_times_.num_connected()));
   }
   {
     Lock lock(mutex_);
-    actors_[*index].peer.clear();
     --num_running_;
   }
   changed_.notify_all();

@@ -71,14 +71,6 @@ void IncomingStream::begin(Seconds, Seconds answer_timeout) {
   if (!messages_->Write(hello)) fail();
 }
 
-void IncomingStream::refuse(const std::string& reason) {
-  rpcenv::Action action;
-  action.set_refusal(reason);
-  begin_wait(kGrace);
-  messages_->Write(action);
-  end_wait();
-}
-
 void IncomingStream::try_cancel() {
   Lock lock(mutex_);
   if (context_ != nullptr) context_->TryCancel();
@@ -217,8 +209,11 @@ grpc::Status Listener::StreamingLearner(grpc::ServerContext* context,
     Lock lock(mutex_);
     --num_streams_;
   }
-  return closed_ ? grpc::Status(grpc::StatusCode::UNAVAILABLE, "this learner ends")
-                 : grpc::Status::OK;
+  if (!stream->refusal().empty()) {
+    return {grpc::StatusCode::FAILED_PRECONDITION, stream->refusal()};
+  }
+  if (closed_) return {grpc::StatusCode::UNAVAILABLE, "this learner ends"};
+  return grpc::Status::OK;
 }
 
 void Listener::serve(const std::shared_ptr<IncomingStream>& stream) {
@@ -267,7 +262,15 @@ std::pair<std::string, rpcenv::Step> Listener::query(const StreamOptions& option
       }
       stream->set_options(options);
       const rpcenv::Step& first = stream->open(answer_timeout, answer_timeout);
+      if (first.handshake().spaces().empty()) {
+        throw RefusedError("refused: " + stream->peer() +
+                           " have no spaces, from which the net is "
+                           "made: name them, as create_env of polybeast_env.py does");
+      }
       answer.set_value({stream->peer(), first});
+    } catch (const RefusedError& error) {
+      stream->refuse(error.what());
+      answer.set_exception(std::current_exception());
     } catch (...) {
       answer.set_exception(std::current_exception());
     }

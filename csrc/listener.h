@@ -33,7 +33,9 @@ class IncomingStream final : public EnvStream {
   // To be called before open(). Unset fields are the environments' choice.
   void set_options(StreamOptions options) { options_ = std::move(options); }
 
-  void refuse(const std::string& reason) override;
+  // The reason goes with the end of the stream.
+  void refuse(const std::string& reason) override { refusal_ = reason; }
+  const std::string& refusal() const { return refusal_; }
 
   // Forget context and messages, which are about to be destroyed.
   void end();
@@ -49,6 +51,7 @@ class IncomingStream final : public EnvStream {
 
   Messages* const messages_;
   StreamOptions options_;
+  std::string refusal_;
   Mutex mutex_;
   grpc::ServerContext* context_ TB_GUARDED_BY(mutex_);  // null after the end
 };

@@ -33,6 +33,7 @@ _OPTIONS = (
 )
 # What another attempt would not change.
 _FINAL = {
+    grpc.StatusCode.FAILED_PRECONDITION: "the learner at {} says: {}",
     grpc.StatusCode.UNAUTHENTICATED: "refused by the learner at {}: {}",
     grpc.StatusCode.UNIMPLEMENTED: "the learner at {} is of a version that environments cannot "
     "dial in to: update it ({})",
@@ -113,6 +114,7 @@ class _Stream:
     def run(self):
         """Play until the stream ends; return why, None where the learner has ended it in order."""
         dialer, call = self._dialer, None
+        num_failures = dialer._session.num_failures
         with _open_channel(self._address, dialer._tls) as channel:
             # gRPC's thread that sends makes the environments and steps them, too: one thread less
             # between an action and its row.
@@ -123,7 +125,9 @@ class _Stream:
                     call.cancel()
                 elif not self.has_played:
                     logging.info("Waiting for the learner at %s", self._address)
-        if self._error is None and call.code() != grpc.StatusCode.OK:
+        if dialer._session.num_failures > num_failures:
+            self._error = "the environments failed"
+        elif self._error is None and call.code() != grpc.StatusCode.OK:
             self.is_refused = call.code() in _FINAL
             text = _FINAL.get(call.code(), "the learner at {} cannot be reached, or has gone: {}")
             self._error = text.format(self._address, access.printable(call.details() or ""))
@@ -140,13 +144,9 @@ class _Stream:
                              f"{PROTOCOL_VERSION}: update the older one")  # fmt: skip
                 return
             options = wire.read_stream_options(dict(hello.options))
-            has_failed = yield from self._dialer._session.play(
+            yield from self._dialer._session.play(
                 options, self._count(call), self._address, self._dialer._busy_since, 0
             )
-            if has_failed:
-                self._error = "the environments failed"
-        except wire.Refusal as error:
-            self._refuse(access.printable(str(error)))
         except grpc.RpcError:  # of which the call has the status
             pass
         except StopIteration:

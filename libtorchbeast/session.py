@@ -16,6 +16,9 @@ class Session:
     Args:
       env_class, make_environments, env: as of Server.
       log: a PeerLog.
+
+    Attributes:
+      num_failures: of environments so far.
     """
 
     def __init__(self, env_class, make_environments, env, log):
@@ -27,12 +30,12 @@ class Session:
         self._make = make_environments or (
             lambda num_envs, seed, _: PlainEnvironments(env_class, num_envs or 1, seed)
         )
-        self._env, self._log = env, log
+        self._env, self._log, self.num_failures = env, log, 0
 
     def play(self, options, requests, name, busy_since, slot, made=lambda num_envs: None):
         """Yield a serialized Step for the beginning and for each of the serialized Actions.
 
-        Where environments fail, the last Step says so, and True is returned.
+        Where environments fail, the last Step says so.
 
         Args:
           options: wire.StreamOptions.
@@ -61,7 +64,7 @@ class Session:
             except BaseException:  # SystemExit, too, would leave the learner waiting
                 busy_since[slot] = 0.0  # the learner may be slow to read
                 yield self._failure(name)
-                return True
+                return
             busy_since[slot] = 0.0
             yield step
             for request in requests:
@@ -72,10 +75,9 @@ class Session:
                 except BaseException:
                     busy_since[slot] = 0.0
                     yield self._failure(name)
-                    return True
+                    return
                 busy_since[slot] = 0.0
                 yield step
-            return False
         finally:
             try:
                 if environments is not None:
@@ -87,6 +89,7 @@ class Session:
 
     def _failure(self, name):
         """Log the exception that is being handled; return a serialized Step that reports it."""
+        self.num_failures += 1
         text = traceback.format_exc().encode(errors="replace").decode()
         self._log.error("the environments failed, and the stream ends", name, text)
         return rpcenv_pb2.Step(error=text).SerializeToString()
