@@ -10,11 +10,13 @@ says more than the rate where the machine does other things too. Prints Markdown
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import pathlib
 import re
+import socket
 import statistics
 import sys
 import tempfile
@@ -46,6 +48,7 @@ class Case(NamedTuple):
     fork: bool = False  # as forks use it: env outputs as a tuple, one environment a stream
     goal: int | None = None
     tcp: bool = True
+    dial_in: bool = False  # to the learner, each stream from a process of its own
     learner_pause: float = 0  # seconds a batch
 
 
@@ -56,10 +59,16 @@ CASES = [
     Case("4x84x84, newest frame only, 128 a stream", (4, 84, 84), 4, 2, 128, 2, goal=100_000),
     Case("100 bytes", (100,), 0, 2, 32, 2, goal=200_000),
     Case("100 bytes, 8 streams", (100,), 0, 8, 32, 2, goal=200_000),
+    Case("4x84x84, newest frame only, dialed in", (4, 84, 84), 4, 2, 32, 2, dial_in=True),
+    Case("100 bytes, dialed in", (100,), 0, 2, 32, 2, dial_in=True),
+    Case("100 bytes, 8 streams, dialed in", (100,), 0, 8, 32, 8, dial_in=True),
     Case("100 bytes, as forks use it", (100,), 0, 8, 1, 2, fork=True, goal=10_000),
     *(
         Case(f"newest frame only, {n} x 32 environments", (4, 84, 84), 4, n, 32, 2)
         for n in (1, 2, 4, 8, 16, 32)
+    ),
+    Case(
+        "newest frame only, 8 x 32 environments, dialed in", (4, 84, 84), 4, 8, 32, 8, dial_in=True
     ),
 ]
 
@@ -113,9 +122,11 @@ def server_main(case, address, pipe):
 
     exit_with_parent()
     # As polybeast_env.py sets it: gRPC's older way to wait for sockets needs fewer threads.
-    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
-    server = libtorchbeast.Server(None, address, make_environments=make)
-    server.run(pipe.send)
+    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener,-event_engine_client")
+    if case.dial_in:
+        libtorchbeast.Dialer(None, [address], make_environments=make).run(pipe.send)
+    else:
+        libtorchbeast.Server(None, address, make_environments=make).run(pipe.send)
 
 
 def measure(case, seconds):
@@ -124,21 +135,26 @@ def measure(case, seconds):
 
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        servers, addresses = [], []
+    servers, addresses, listener = [], [], None
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if case.dial_in:
+            port = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            listener = libtorchbeast.Listener(port.fileno(), case.num_streams)
+            stack.callback(listener.close)
         for i in range(case.num_servers):
             pipe, far_end = context.Pipe()
             address = "127.0.0.1:0" if case.tcp else f"unix:{folder}/{i}"
+            if case.dial_in:
+                address = f"127.0.0.1:{port.getsockname()[1]}"
             server = context.Process(target=server_main, args=(case, address, far_end), daemon=True)
             server.start()
+            stack.callback(server.join)
+            stack.callback(server.kill)
             servers.append(server)
-            addresses.append(pipe.recv())
-        try:
-            return measure_on(case, seconds, addresses, [s.pid for s in servers], torch)
-        finally:
-            for server in servers:
-                server.kill()
-                server.join()
+            if not case.dial_in:
+                addresses.append(pipe.recv())
+        return measure_on(case, seconds, addresses, listener, [s.pid for s in servers], torch)
 
 
 def read_resources(pids):
@@ -149,7 +165,7 @@ def read_resources(pids):
     )
 
 
-def measure_on(case, seconds, addresses, server_pids, torch):
+def measure_on(case, seconds, addresses, listener, server_pids, torch):
     N = case.envs_per_stream
     learner_bytes = 1024 * read_status(os.getpid(), "VmRSS")
     batcher = libtorchbeast.DynamicBatcher(minimum_batch_size=1, maximum_batch_size=1024)
@@ -164,8 +180,9 @@ def measure_on(case, seconds, addresses, server_pids, torch):
         UNROLL_LENGTH,
         queue,
         batcher,
-        [addresses[i % len(addresses)] for i in range(case.num_streams)],
+        [addresses[i % len(addresses)] for i in range(case.num_streams) if addresses],
         agent_state,
+        listener=listener,
         **options,
     )
 
