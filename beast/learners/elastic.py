@@ -134,7 +134,7 @@ class ElasticGroup:
       size: of the quorum.
     """
 
-    by_torchrun = False
+    by_torchrun, local_rank = False, 0
 
     def __init__(self, lighthouse):
         self._lighthouse, self._is_stopping = lighthouse, False

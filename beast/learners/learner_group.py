@@ -32,7 +32,7 @@ SEEDS_A_RANK = 2**20  # seeds of actors or streams, so that no two play the same
 class Alone:
     """The group of a single learner."""
 
-    rank, size, name, by_torchrun = 0, 1, "", False
+    rank, local_rank, size, name, by_torchrun = 0, 0, 1, "", False
     exchange, starvation = Exchange(), None
 
     def from_rank_0(self, function):
@@ -91,12 +91,13 @@ class LearnerGroup:
       start: a torchrun.Start, which waits for the others; None for a group of one.
 
     Attributes:
+      local_rank: among those on this machine.
       name: suffix of its files; empty for rank 0, which writes the run's own.
       exchange: an Exchange; if one learner asks to stop, all stop after the same update.
       starvation: a Starvation: whether this learner has batches.
     """
 
-    by_torchrun = True
+    by_torchrun, local_rank = True, 0
 
     def __init__(self, rank, size, device, start=None):
         self.rank, self.size, self.name = rank, size, f"rank{rank}" if rank else ""

@@ -75,6 +75,7 @@ def join_group(flags):
     for name in ("TORCHELASTIC_RUN_ID", *VARIABLES[:3]):
         del os.environ[name]  # processes that are started from here are no learners
     group = LearnerGroup(rank, size, device, Start(store, rank, size))
+    group.local_rank = int(variables["LOCAL_RANK"])
     group.check_same("device", device)
     group.check_same("command line", {k: v for k, v in vars(flags).items() if k != "program"})
     group.check_same("commit", describe_code())

@@ -3,7 +3,6 @@
 
 import contextlib
 import logging
-import os
 import re
 import resource
 import socket
@@ -38,7 +37,7 @@ class Listening:
 
 def check_listen(flags):
     """Raise ValueError where --listen or --max_streams cannot be served."""
-    host, _ = own_address(flags)
+    own_address(flags)
     is_safe = flags.insecure or flags.tls_cert or flags.auth_token_file
     try:
         check_address(flags.listen, is_safe)
@@ -52,10 +51,10 @@ def check_listen(flags):
         )
 
 
-def own_address(flags):
+def own_address(flags, local_rank=0):
     """Return host and port of this learner: several on a machine have consecutive ports."""
     match = re.fullmatch(r"\[(.+)\]:(\d{1,5})|([^:\[\]]+):(\d{1,5})", flags.listen)
-    port = int(match[2] or match[4]) + int(os.environ.get("LOCAL_RANK", 0)) if match else 0
+    port = int(match[2] or match[4]) + local_rank if match else 0
     if not match or port >= 2**16:
         raise ValueError(f"--listen is {flags.listen!r}; it should be host:port")
     return match[1] or match[3], port
@@ -72,7 +71,7 @@ def listen(flags, credentials, group=None):
     Raises:
       EnvError: the address cannot be listened at.
     """
-    host, port = own_address(flags)
+    host, port = own_address(flags, 0 if group is None else group.local_rank)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * flags.max_streams + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -81,7 +80,7 @@ def listen(flags, credentials, group=None):
         family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         port_socket = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        raise EnvError(f"cannot listen at {flags.listen}: {error.strerror or error}") from None
+        raise EnvError(f"cannot listen at {host}:{port}: {error.strerror or error}") from None
     with port_socket:
         listener = libtorchbeast.Listener(port_socket.fileno(), flags.max_streams, **credentials)
 

@@ -161,3 +161,30 @@ def check_rows(env_outputs, agent_outputs, initial_agent_state, truncates):
         assert row["reward"] == reward
         if "last_action" in row:
             assert row["last_action"] == wanted[3]
+
+
+def by_environment(columns):
+    """Return the columns of each environment in the order in which they came."""
+    chains = {}
+    for column in columns:
+        chains.setdefault(int(column[0]["frame"][0, 0]), []).append(column)
+    return chains
+
+
+def assert_equal(a, b):
+    nest.map_many2(lambda x, y: np.testing.assert_array_equal(x, y), a, b)
+
+
+def check_chain(chain, initial_state, truncates=False):
+    """Check that rollouts of one environment are what they should be from its very first row on."""
+    first = {key: value[0] for key, value in chain[0][0].items()}
+    assert first["frame"][1:].tolist() == [0, 0, 0]
+    assert first["done"] and first["reward"] == first["episode_step"] == 0
+    state, previous = initial_state, None
+    for env_outputs, agent_outputs, initial_agent_state in chain:
+        assert_equal(initial_agent_state, nest.map(lambda s: s[:, 0], state))
+        if previous is not None:  # row 0 is the last one of the rollout before
+            assert_equal(nest.map(lambda x: x[0], (env_outputs, agent_outputs)), previous)
+        previous = nest.map(lambda x: x[-1], (env_outputs, agent_outputs))
+        state = nest.map(lambda s: s + T, state)  # the agent answers T rows
+        check_rows(env_outputs, agent_outputs, initial_agent_state, truncates)

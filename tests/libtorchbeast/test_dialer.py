@@ -18,9 +18,8 @@ from counting import make_first, make_step
 from deadline import Thread, run_with_deadline, wait_until
 from dialing import DialerThread, FakeEnvironments, FakeLearner, Port
 from program import HELPERS, ROOT
-from rig import STATE, Rig, act_zero, check_rows
+from rig import STATE, Rig, act_zero, by_environment, check_chain, check_rows
 from stream import make_many
-from test_actor_pool import by_environment, check_chain
 
 from libtorchbeast import ClosedBatchingQueue, rpcenv_pb2
 
@@ -94,7 +93,7 @@ class Stacked(gym.Env):
         return self.stack, 0.0, bool(self.np_random.random() < 0.2), False, {}
 
 
-def test_the_newest_frames_are_stacked_again_and_seeds_are_the_learners(start, rig):
+def test_newest_frames_are_restacked_and_seeds_are_the_learners(start, rig):
     options = {"dict_outputs": True, "num_envs": 2, "columns": 2}
     batches = []
     for newest in (False, True):
@@ -108,7 +107,7 @@ def test_the_newest_frames_are_stacked_again_and_seeds_are_the_learners(start, r
         assert torch.equal(whole, restacked)
 
 
-def test_a_question_ends_the_stream_in_order_and_the_environments_come_back(start):
+def test_a_question_ends_in_order_and_environments_come_back(start):
     port = start(Port())
     asking = Thread(lambda: port.listener.query(3, check=lambda handshake: {}))
     asking.assert_blocked()
@@ -254,7 +253,7 @@ def test_rubbish_ends_a_stream_alone(start, rig, message):
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_that_is_killed_or_stopped_costs_its_rollout(start, rig, signal_number):
+def test_a_process_killed_or_stopped_costs_its_rollout(start, rig, signal_number):
     learner = rig(act_zero, (), step_timeout_s=1)
     code = f"""
 import sys
@@ -320,7 +319,7 @@ def test_environments_stop_at_any_moment(start, moment):
     wait_until(lambda: port.listener.num_streams() == 0)
 
 
-def test_servers_and_those_that_dial_in_fill_the_same_batches(start, rig):
+def test_servers_and_dialers_fill_the_same_batches(start, rig):
     server = start(counting.ServerProcess())
     port = start(Port())
     learner = start(Rig([server.address], listener=port.listener, num_envs=1, dict_outputs=True))

@@ -47,6 +47,7 @@ CASES = [  # the program with its state, its flags, whether it is in the state, 
     ("poly-starting", TRAIN, prints("Starting environment servers"), "SIGINT"),
     ("poly-starting", TRAIN, prints("Starting environment servers"), "SIGKILL"),
     ("poly-waiting", f"--server_addresses unix:/nowhere {TRAIN}", prints("Waiting for"), "SIGTERM"),
+    ("poly-listening", f"--listen 127.0.0.1:0 {TRAIN}", prints("to dial in at"), "SIGTERM"),
     ("poly-learning", TRAIN, learns, "SIGKILL"),
     ("poly-learning", TRAIN, learns, "stdin"),
     ("poly-children-stopped", TRAIN, children_are_stopped, "SIGTERM"),
@@ -91,5 +92,5 @@ def test_a_program_ends_and_leaves_nothing(state, arguments, is_in_state, way, t
     wait_until(lambda: shared_memory() <= before)  # other programs take some for a moment
     if way in ("SIGINT", "SIGTERM", "stdin"):
         assert "Traceback" not in output
-        has_begun = "starting" not in state and "waiting" not in state
+        has_begun = state.partition("-")[2] not in ("starting", "waiting", "listening")
         assert (tmp_path / "run" / "model.tar").exists() == has_begun
