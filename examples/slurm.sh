@@ -4,7 +4,7 @@
 # the game goes to the learners:
 #     sbatch examples/slurm.sh PongNoFrameskip-v4 --total_steps 50000000
 # Others may join those that play for job 123, or leave, at any time:
-#     sbatch --array=3-8 slurm-123/environments.sh
+#     sbatch --array=3-8 slurm-123/environments
 #     scancel 124_2
 #SBATCH --job-name=torchbeast --time=12:00:00
 #SBATCH --requeue --open-mode=append --signal=B:TERM@120
@@ -35,9 +35,9 @@ mkdir -p "$folder"
   printf '%q ' exec python polybeast_env.py --env "$game" --learner "$learners" \
     --auth_token_file "$folder/token"
   printf -- '--num_servers "$SLURM_CPUS_PER_TASK"\n'
-} >"$folder/environments.sh"
+} >"$folder/environments"
 scancel --name="$name-env"  # of this job before its node was lost
-sbatch "$folder/environments.sh"
+sbatch "$folder/environments"
 
 srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
   torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$num_learners" \

@@ -78,7 +78,7 @@ def slurm(tmp_path):
 
 
 @pytest.mark.whole
-def test_under_slurm_environments_come_and_go_and_the_run_is_requeued(slurm, tmp_path):
+def test_slurm_has_environments_come_and_go_and_requeues(slurm, tmp_path):
     name = f"pong-{slurm.job}"
     run, job = tmp_path / "runs" / name, tmp_path / f"slurm-{slurm.job}"
     arguments = "--model shallow --envs_per_stream 2 --batch_size 2 --checkpoint_interval_s 1"
@@ -88,7 +88,7 @@ def test_under_slurm_environments_come_and_go_and_the_run_is_requeued(slurm, tmp
         token = job / "token"
         secret = token.read_text()
         assert token.stat().st_mode & 0o777 == 0o600 and len(secret) == 65
-        with slurm(tmp_path / "sbatch", "--array=3-3", job / "environments.sh") as more:
+        with slurm(tmp_path / "sbatch", "--array=3-3", job / "environments") as more:
             more.end()
             script.wait_until(lambda: "streams now: 3" in script.output)
         count = script.output.count("streams now: 2")
@@ -119,7 +119,7 @@ def read_kubernetes():
     return {each["kind"]: each for each in yaml.safe_load_all(text)}
 
 
-def test_kubernetes_gets_objects_of_its_schema_that_refer_to_each_other():
+def test_kubernetes_gets_objects_of_its_schema_that_fit():
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     objects = read_kubernetes()
     assert list(objects) == ["Secret", "PersistentVolumeClaim", "Service", "Job", "Deployment"]
