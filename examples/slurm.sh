@@ -1,48 +1,61 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# PolyBeast under Slurm: one node learns, the others play. What follows the game goes to the learner:
+# PolyBeast under Slurm: this job learns, and an array of jobs that it submits plays. What follows
+# the game goes to the learners:
 #     sbatch examples/slurm.sh PongNoFrameskip-v4 --total_steps 50000000
+# Others may join those that play for job 123, or leave, at any time:
+#     sbatch --array=3-8 slurm-123/environments
+#     scancel 124_2
 #SBATCH --job-name=torchbeast --time=12:00:00
 #SBATCH --requeue --open-mode=append --signal=B:TERM@120
-#SBATCH --nodes=1 --ntasks=1 --cpus-per-task=8 --gpus=1
-#SBATCH hetjob
-#SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=32
+#SBATCH --nodes=1 --ntasks-per-node=1 --cpus-per-task=8 --gpus-per-node=1
+for_environments='--array=1-2 --time=12:00:00 --requeue --nodes=1 --ntasks=1 --cpus-per-task=32'
 
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
 game=$1
 shift
-num_cores=$SLURM_CPUS_PER_TASK_HET_GROUP_0
-num_servers=$SLURM_CPUS_PER_TASK_HET_GROUP_1  # on each node, one a core
-port=$((20000 + SLURM_JOB_ID % 20000))        # jobs that share a node do not meet
-addresses=
-for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1"); do
-  addresses+=${addresses:+,}$host:$port-$((port + num_servers - 1))
+name=$SLURM_JOB_NAME-$SLURM_JOB_ID
+folder=$PWD/slurm-$SLURM_JOB_ID
+num_learners=${SLURM_GPUS_ON_NODE:-1}       # on each node
+port=$((10000 + SLURM_JOB_ID % 1000 * 20))  # jobs that share a node do not meet
+first=
+learners=
+for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+  first=${first:-$host}
+  learners+=${learners:+,}$host:$((port + 1))-$((port + num_learners))
 done
 
 # Other users of the cluster reach the same ports.
-token=$PWD/token-$SLURM_JOB_ID
-(umask 077 && openssl rand -hex 32 >"$token")
+mkdir -p "$folder"
+[ -s "$folder/token" ] || (umask 077 && openssl rand -hex 32 >"$folder/token")
+{
+  printf '#!/bin/bash\n#SBATCH --job-name=%s-env %s\n' "$name" "$for_environments"
+  printf 'cd %q\n' "$PWD"
+  printf '%q ' exec python polybeast_env.py --env "$game" --learner "$learners" \
+    --auth_token_file "$folder/token"
+  printf -- '--num_servers "$SLURM_CPUS_PER_TASK"\n'
+} >"$folder/environments"
+scancel --name="$name-env"  # of this job before its node was lost
+sbatch "$folder/environments"
 
-srun --het-group=1 --cpus-per-task="$num_servers" python polybeast_env.py \
-  --env "$game" --server_address "0.0.0.0:$port" --num_servers "$num_servers" \
-  --auth_token_file "$token" &
-servers=$!
-srun --het-group=0 --cpus-per-task="$num_cores" python polybeast.py \
-  --env "$game" --server_addresses "$addresses" --xpid "$SLURM_JOB_NAME-$SLURM_JOB_ID" \
-  --auth_token_file "$token" "$@" &
-learner=$!
+srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+  torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$num_learners" \
+  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first:$port" \
+  polybeast.py --env "$game" --xpid "$name" --listen "0.0.0.0:$((port + 1))" \
+  --auth_token_file "$folder/token" "$@" &
+learning=$!
 
-# Two minutes before the time is up: the learner saves and ends, and the same job goes on later.
+# Two minutes before the time is up: the learners save and end, and the same job goes on later.
 again=
-trap 'again=yes; kill -TERM "$learner"' TERM
+trap 'again=yes; kill -TERM "$learning"' TERM
 status=0
-wait "$learner" || status=$?  # a signal cuts it short
+wait "$learning" || status=$?  # a signal cuts it short
+[ -z "$again" ] || wait "$learning" || true
+scancel --name="$name-env"
 if [ "$again" ]; then
-  wait "$learner" || true
   scontrol requeue "$SLURM_JOB_ID"
+else
+  rm -r "$folder"
 fi
-kill -TERM "$servers" || true
-wait "$servers" || true
-rm -f "$token"
 exit "$status"

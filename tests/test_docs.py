@@ -115,16 +115,6 @@ def test_flags_that_are_shown_are_taken(script, arguments):
                 assert f'"{word.partition("=")[0]}"' in source, word
 
 
-def test_compose_gives_flags_that_the_programs_take():
-    text = (ROOT / "compose.yaml").read_text()
-    found = re.findall(r"command: >-\n((?:      .*\n|    --.*\n|    python.*\n)+)", text)
-    assert len(found) == 2
-    for command in found:
-        python, script, *words = command.split()
-        assert python == "python"
-        importlib.import_module(Path(script).stem).parser.parse_args(words)
-
-
 MOST_WORDS = {
     "README.md": 900,
     "CONTRIBUTING.md": 350,

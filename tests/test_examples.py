@@ -3,18 +3,15 @@
 
 import contextlib
 import itertools
-import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from counting import free_address
 from forks import DEADLINE, EXAMPLES, ROOT
 from program import Program, column, last_step, read_rows, run, shared_memory, wait_until
 
@@ -257,37 +254,3 @@ def test_an_environment_is_learned(apply, monkeypatch, program, example, env, go
         assert status == 0, output
         # A guess in a hundred episodes: a deviation of 0.1.
         assert column(read_rows(fork / "runs" / "without"), "mean_episode_return")[-1] < 0.5
-
-
-@pytest.mark.whole
-def test_the_script_for_slurm_learns_saves_and_requeues(tmp_path):
-    """Slurm is not here; what it would do is done by two scripts, on this machine."""
-    ports = (int(free_address().rpartition(":")[2]) for _ in itertools.count())
-    job = next(port for port in ports if 20_000 <= port < 40_000)  # its servers' port
-    for command, text in {
-        "srun": 'shift 2; exec "$@"',  # without --het-group and --cpus-per-task
-        "scontrol": f'[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >{tmp_path}/asked',
-    }.items():
-        (tmp_path / command).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / command).chmod(0o755)
-    environ = {
-        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "SLURM_SUBMIT_DIR": str(ROOT),
-        "SLURM_JOB_ID": str(job),
-        "SLURM_JOB_NAME": "pong",
-        "SLURM_CPUS_PER_TASK_HET_GROUP_0": "1",
-        "SLURM_CPUS_PER_TASK_HET_GROUP_1": "1",
-        "SLURM_JOB_NODELIST_HET_GROUP_1": "node[1-1]",
-    }
-    shell = ("bash", "-c", f'exec bash {ROOT}/examples/slurm.sh "$@"')  # whose $0 is Python
-    arguments = "--model shallow --envs_per_stream 2 --batch_size 2 --checkpoint_interval_s 1"
-    arguments = (PONG, arguments, "--savedir", tmp_path / "runs")
-    folder = tmp_path / "runs" / f"pong-{job}"
-    with Program(*arguments, prefix=shell, **environ) as script:
-        script.wait_until(lambda: last_step(folder) > 0)
-        script.process.terminate()
-        status, output = script.end()
-        assert status == 128 + 15, output
-        script.wait_for_members()
-    assert torch.load(folder / "model.tar")["step"] == last_step(folder)
-    assert (tmp_path / "asked").read_text() == f"requeue {job}\n"
