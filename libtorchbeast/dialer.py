@@ -129,7 +129,10 @@ class _Stream:
             self._error = "the environments failed"
         elif self._error is None and call.code() != grpc.StatusCode.OK:
             self.is_refused = call.code() in _FINAL
-            text = _FINAL.get(call.code(), "the learner at {} cannot be reached, or has gone: {}")
+            text = "the learner at {} cannot be reached, or has gone: {}"
+            if call.code() == grpc.StatusCode.CANCELLED:
+                text = "the learner at {} has ended, or this stream hangs"
+            text = _FINAL.get(call.code(), text)
             self._error = text.format(self._address, access.printable(call.details() or ""))
         return self._error
 
