@@ -161,7 +161,7 @@ class _Stream:
 
     def _count(self, call):
         for request in call:
-            if not self.has_played:
+            if not self.has_played and not rpcenv_pb2.Action.FromString(request).refusal:
                 self.has_played = True
                 if self._started is not None:
                     self._started(self._address)
