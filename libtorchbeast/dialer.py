@@ -6,6 +6,7 @@
 Needs numpy, grpcio and protobuf: no gymnasium, and nothing that is compiled here.
 """
 
+import functools
 import logging
 import queue
 import random
@@ -50,17 +51,26 @@ class Dialer:
       tls: PEM texts of the authority that signed the learner's certificate, of our own certificate
         and of its key.
       auth_token: the token that the learner asks for.
+      play: in place of environments: called with StreamOptions, an iterator of serialized Actions
+        and the address; returns a generator of serialized Steps.
+      reconnect: dial again when a stream is lost.
     """
 
     def __init__(
         self, env_class, addresses, first=0, *,
-        make_environments=None, env="", busy_since=None, tls=None, auth_token=None,
+        make_environments=None, env="", busy_since=None, tls=None, auth_token=None, play=None,
+        reconnect=True,
     ):  # fmt: skip
         access.check_credentials(tls, auth_token)
         self._addresses, self._next = list(addresses), first
         self._log = access.PeerLog()
-        self._session = Session(env_class, make_environments, env, self._log)
-        self._busy_since = [0.0] if busy_since is None else busy_since
+        busy_since = [0.0] if busy_since is None else busy_since
+        self._play = play or functools.partial(
+            Session(env_class, make_environments, env, self._log).play,
+            busy_since=busy_since,
+            slot=0,
+        )
+        self._reconnect = reconnect
         self._tls, self._metadata = tls, [("auth-token", auth_token)] if auth_token else []
         self._news = queue.SimpleQueue()  # whose methods a handler of a signal may call
         self._is_stopped = False
@@ -69,7 +79,8 @@ class Dialer:
         """Dial until `stop`. Calls `started`, if given, with the address that first accepts us.
 
         Raises:
-          RuntimeError: a learner refuses us for good before any has accepted us.
+          RuntimeError: a learner refuses us for good before any has accepted us; or a stream is
+            lost, and we are not to reconnect.
         """
         num_failures, has_played = 0, False
         while not self._is_stopped:
@@ -81,7 +92,7 @@ class Dialer:
                 self._wait(PAUSES[0])
             if self._is_stopped or error is None:
                 continue
-            if stream.is_refused and not has_played:
+            if (stream.is_refused and not has_played) or not self._reconnect:
                 raise RuntimeError(error)
             self._log.error("lost", address, error)
             self._next += 1
@@ -140,9 +151,7 @@ class _Stream:
                              f"{PROTOCOL_VERSION}: update the older one")  # fmt: skip
                 return
             options = wire.read_stream_options(dict(hello.options))
-            has_failed = yield from self._dialer._session.play(
-                options, self._count(call), self._address, self._dialer._busy_since, 0
-            )
+            has_failed = yield from self._dialer._play(options, self._count(call), self._address)
             if has_failed:
                 self._error = "the environments failed"
         except wire.Refusal as error:
