@@ -14,14 +14,18 @@ A clock that does not wait for the learner calls `observe` and `poll` instead, a
     client.observe(observation, reward, terminated, truncated)
     action = client.poll()  # None: the action in force stays in force
 
-An action takes effect when `poll` returns it, and the first `observe` after that sends a row to the
-learner: with the action in force as `last_action`, and with the sum of all rewards since the row
-before. So where an action comes late, there is one row for several calls of `observe`; what the
-older action has earned meanwhile counts for the row in which the new one took effect.
+An action takes effect when `poll` returns it. The first `observe` after that sends a row to the
+learner: `last_action` is the action in force, the reward is the sum of all since the row before. So
+where an action comes late, several calls of `observe` make one row, and what the action before has
+earned meanwhile counts for the row in which the new one took effect (the learner should have
+--reward_clipping none). After an end, `observe` begins the next episode:
 
-At an end, too. `observe` then begins the next episode. An action that comes after the end takes
-effect in that; its row says how the old episode ended. Rewards of an episode before its first row
-count for its second, and an episode that ends before its first row is left out.
+- An action that comes after the end takes effect in the next episode. The row that ends the old one
+  names it all the same: the learner chose it in that episode.
+- Rewards of an episode before its first row count for its second.
+- An episode that ends before its first row could be sent is left out.
+
+`reset` instead waits for an action of the new episode; one that comes after the end has no effect.
 
 The learner: polybeast.py --listen ADDRESS --envs_per_stream 1. Needs numpy, grpcio and protobuf.
 """
