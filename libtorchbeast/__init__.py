@@ -9,7 +9,11 @@ import importlib
 MAX_STREAMS = 16  # streams per server
 MAX_ENVS = 4096  # environments per stream
 
-_MODULES = {"Server": "libtorchbeast.server", "Dialer": "libtorchbeast.dialer"} | dict.fromkeys(
+_MODULES = {
+    "Server": "libtorchbeast.server",
+    "Dialer": "libtorchbeast.dialer",
+    "EnvClient": "libtorchbeast.env_client",
+} | dict.fromkeys(
     (
         "ActorPool",
         "AsyncError",

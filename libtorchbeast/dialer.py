@@ -6,6 +6,7 @@
 Needs numpy, grpcio and protobuf: no gymnasium, and nothing that is compiled here.
 """
 
+import functools
 import logging
 import queue
 import random
@@ -51,17 +52,23 @@ class Dialer:
       tls: PEM texts of the authority that signed the learner's certificate, of our own certificate
         and of its key.
       auth_token: the token that the learner asks for.
+      play: in place of environments: called with StreamOptions, an iterator of serialized Actions
+        and the address; returns a generator of serialized Steps.
+      reconnect: dial again when a stream is lost.
     """
 
     def __init__(
         self, env_class, addresses, first=0, *,
-        make_environments=None, env="", busy_since=None, tls=None, auth_token=None,
+        make_environments=None, env="", busy_since=None, tls=None, auth_token=None, play=None,
+        reconnect=True,
     ):  # fmt: skip
         access.check_credentials(tls, auth_token)
         self._addresses, self._next = list(addresses), first
         self._log = access.PeerLog()
-        self._session = Session(env_class, make_environments, env, self._log)
-        self._busy_since = [0.0] if busy_since is None else busy_since
+        busy_since = [0.0] if busy_since is None else busy_since
+        self._session = None if play else Session(env_class, make_environments, env, self._log)
+        self.play = play or functools.partial(self._session.play, busy_since=busy_since, slot=0)
+        self._reconnect, self._reason = reconnect, None
         self._tls, self._metadata = tls, [("auth-token", auth_token)] if auth_token else []
         self._news = queue.SimpleQueue()  # whose methods a handler of a signal may call
         self._is_stopped = False
@@ -70,7 +77,8 @@ class Dialer:
         """Dial until `stop`. Calls `started`, if given, with the address that first accepts us.
 
         Raises:
-          RuntimeError: a learner refuses us for good before any has accepted us.
+          RuntimeError: a learner refuses us for good before any has accepted us; a stream is lost,
+            and we are not to reconnect; or `give_up` was called.
         """
         num_failures, has_played = 0, False
         while not self._is_stopped:
@@ -78,11 +86,13 @@ class Dialer:
             stream = _Stream(self, address, None if has_played else started)
             error = stream.run()
             has_played |= stream.has_played
+            if self._reason is not None:
+                raise RuntimeError(self._reason)
             if error is None:  # it was there to tell the spaces, or the learner ends
                 self._wait(PAUSES[0])
             if self._is_stopped or error is None:
                 continue
-            if stream.is_refused and not has_played:
+            if (stream.is_refused and not has_played) or not self._reconnect:
                 raise RuntimeError(error)
             self._log.error("lost", address, error)
             self._next += 1
@@ -94,6 +104,13 @@ class Dialer:
         """End the stream and `run`. For any thread, and handlers of signals."""
         self._is_stopped = True
         self._news.put("stop")
+
+    def give_up(self, reason):
+        """End `run` by a RuntimeError when the learner has ended the stream."""
+        self._reason = reason
+
+    def num_failures(self):
+        return self._session.num_failures if self._session else 0
 
     def _wait(self, seconds):
         try:
@@ -114,7 +131,7 @@ class _Stream:
     def run(self):
         """Play until the stream ends; return why, None where the learner has ended it in order."""
         dialer, call = self._dialer, None
-        num_failures = dialer._session.num_failures
+        num_failures = dialer.num_failures()
         with _open_channel(self._address, dialer._tls) as channel:
             # gRPC's thread that sends makes the environments and steps them, too: one thread less
             # between an action and its row.
@@ -125,7 +142,7 @@ class _Stream:
                     call.cancel()
                 elif not self.has_played:
                     logging.info("Waiting for the learner at %s", self._address)
-        if dialer._session.num_failures > num_failures:
+        if dialer.num_failures() > num_failures:
             self._error = "the environments failed"
         elif self._error is None and call.code() != grpc.StatusCode.OK:
             self.is_refused = call.code() in _FINAL
@@ -147,9 +164,7 @@ class _Stream:
                              f"{PROTOCOL_VERSION}: update the older one")  # fmt: skip
                 return
             options = wire.read_stream_options(dict(hello.options))
-            yield from self._dialer._session.play(
-                options, self._count(call), self._address, self._dialer._busy_since, 0
-            )
+            yield from self._dialer.play(options, self._count(call), self._address)
         except grpc.RpcError:  # of which the call has the status
             pass
         except StopIteration:

@@ -17,6 +17,7 @@ from program import Program, column, last_step, read_rows, run, shared_memory, w
 
 from beast.envs.environments import Environments, try_out
 from beast.learners.nets import create_net
+from examples import congestion
 
 PONG = "PongNoFrameskip-v4"
 PROGRAMS = ("monobeast", "polybeast")
@@ -254,3 +255,32 @@ def test_an_environment_is_learned(apply, monkeypatch, program, example, env, go
         assert status == 0, output
         # A guess in a hundred episodes: a deviation of 0.1.
         assert column(read_rows(fork / "runs" / "without"), "mean_episode_return")[-1] < 0.5
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(2 * DEADLINE)
+@pytest.mark.parametrize(
+    ("steps", "goal"), [(3000, 0), pytest.param(100_000, 60, marks=pytest.mark.long)]
+)
+def test_senders_that_do_not_wait_learn_their_rate(tmp_path, steps, goal):
+    command = re.search(r"python (polybeast.py .*?)\n +python", congestion.__doc__, re.S)[1]
+    script, *arguments = command.replace("\\\n", "").split()
+    address = free_address()
+    arguments[arguments.index("--listen") + 1] = address
+    arguments += ["--total_steps", steps, "--seed 1 --xpid run --savedir", tmp_path]
+    senders = ("-m", "examples.congestion", "--learner", address)
+    with Program(*senders, cwd=ROOT), Program(ROOT / script, *arguments) as learner:
+        status, output = learner.end(DEADLINE)
+    assert status == 0, output
+    assert column(read_rows(tmp_path / "run"), "mean_episode_return")[-1] > goal
+
+
+def test_a_rule_for_senders_is_worse_than_the_optimum():
+    at_once, late = (
+        [
+            congestion.measure(policy, ticks, 10)
+            for policy in (congestion.probe, congestion.find_best)
+        ]
+        for ticks in (0, 6)
+    )
+    assert 20 < late[0] < at_once[0] - 5 < at_once[1] - 8 and late[1] > 85

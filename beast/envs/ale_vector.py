@@ -15,9 +15,10 @@ import gymnasium as gym
 import numpy as np
 
 from beast.envs import atari_games
-from beast.envs.spaces import empty_observation, spaces_to_json
+from beast.envs.spaces import empty_observation
 from beast.errors import EnvError
 from libtorchbeast.rows import Rows, draw_seeds
+from libtorchbeast.spaces import spaces_to_json
 
 NO_LIMIT = 2**30  # emulator frames a game
 # What a registered id may say. Its frame skip, colors and screen give way to the flags.

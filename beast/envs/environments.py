@@ -20,11 +20,11 @@ from beast.envs.spaces import (
     empty_observation,
     find_outside,
     random_actions,
-    spaces_to_json,
     to_action,
 )
 from beast.errors import EnvError, FlagError
 from libtorchbeast.rows import Rows, count_games, draw_seeds, read_step, write_observation
+from libtorchbeast.spaces import spaces_to_json
 
 SAID = (gym.error.Error, FlagError, ImportError)  # whose messages say what to change
 

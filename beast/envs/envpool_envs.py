@@ -29,10 +29,10 @@ from beast.envs.spaces import (
     count_actions,
     empty_actions,
     empty_observation,
-    spaces_to_json,
 )
 from beast.errors import EnvError, FlagError
 from libtorchbeast.rows import Rows, draw_seeds
+from libtorchbeast.spaces import spaces_to_json
 
 NO_LIMIT = 2**31 - 1  # steps, as EnvPool writes it
 ATARI_FRAMES = 108_000  # the time limit of an Atari game, in frames of the emulator

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from beast.envs.environments import Environments
-from beast.envs.spaces import spaces_to_json
 from beast.errors import EnvError, FlagError
 from beast.nest import map_nest
 from beast.processes.fork_server import child_main, start_fork_server
 from beast.processes.machine import check_shared_memory, count_cores
 from beast.processes.supervisor import Supervisor
 from beast.processes.watchdog import PATIENCE
+from libtorchbeast.spaces import spaces_to_json
 
 MIN_STEPS = 200  # steps after which consecutive deaths are reset to 0
 INITIAL, STEP = b"i", b"s"

@@ -178,16 +178,6 @@ def random_actions(space, num_envs, random, frame=None):
     return random.integers(least, largest + 1, actions.shape)
 
 
-def spaces_to_json(observation_space, action_space, frame_skip):
-    """Return spaces and frame skip as JSON, which servers and learners compare."""
-    spaces = {
-        "observation": space_to_dict(observation_space),
-        "action": space_to_dict(action_space),
-        "frame_skip": frame_skip,
-    }
-    return json.dumps(spaces, sort_keys=True)
-
-
 def spaces_from_json(text):
     """Return observation space, action space and frame skip.
 
@@ -253,35 +243,8 @@ def _ranges(space):
     return empty_observation(space, 0)
 
 
-def space_to_dict(space):
-    """Return a space as dicts and lists for JSON; equal spaces give equal ones."""
-    if isinstance(space, gym.spaces.Dict):
-        items = [[key, space_to_dict(s)] for key, s in space.spaces.items()]
-        return {"type": "Dict", "spaces": items}
-    if isinstance(space, gym.spaces.Tuple):
-        return {"type": "Tuple", "spaces": [space_to_dict(s) for s in space.spaces]}
-    if isinstance(space, gym.spaces.Box):
-        bounds = {"low": _bound_to_list(space.low), "high": _bound_to_list(space.high)}
-        return {"type": "Box", "shape": list(space.shape), "dtype": space.dtype.name} | bounds
-    if isinstance(space, gym.spaces.Discrete):
-        numbers = {"n": int(space.n), "start": int(space.start)}
-        return {"type": "Discrete", "dtype": space.dtype.name} | numbers
-    if isinstance(space, gym.spaces.MultiDiscrete):
-        numbers = {"nvec": space.nvec.tolist(), "start": space.start.tolist()}
-        return {"type": "MultiDiscrete", "dtype": space.dtype.name} | numbers
-    if isinstance(space, gym.spaces.MultiBinary):
-        return {"type": "MultiBinary", "n": np.asarray(space.n).tolist()}
-    raise EnvError(f"the space {space} is of a kind that cannot be sent")
-
-
-def _bound_to_list(bound):
-    if bound.size == 0:
-        return 0
-    return bound.flat[0].item() if (bound == bound.flat[0]).all() else bound.tolist()
-
-
 def space_from_dict(d):
-    """Return the space that `space_to_dict` turned into `d`."""
+    """Return the space that libtorchbeast.spaces.space_to_dict turned into `d`."""
     spaces = gym.spaces
     if d["type"] == "Dict":
         return spaces.Dict([(key, space_from_dict(s)) for key, s in d["spaces"]])

@@ -22,9 +22,9 @@ from stream import ServerThread, make_many, serving
 
 import polybeast
 import polybeast_env
-from beast.envs.spaces import spaces_to_json
 from beast.errors import EnvError, FlagError
 from beast.servers import handshakes, server_processes, servers
+from libtorchbeast.spaces import spaces_to_json
 
 
 @pytest.fixture
