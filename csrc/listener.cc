@@ -7,14 +7,15 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <deque>
 #include <future>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "errors.h"
 #include "wire.h"
@@ -27,10 +28,7 @@ using Clock = EnvStream::Clock;
 
 constexpr auto kPatience = std::chrono::milliseconds(250);  // between two looks for an end
 constexpr auto kLogInterval = std::chrono::seconds(10);     // between two lines about strangers
-// A connection without a stream is closed after this time, by gRPC's limits below. So at most as
-// many are open beside those of streams as are accepted in this time.
-constexpr auto kConnectionTime = std::chrono::seconds(45);
-constexpr size_t kSpareConnections = 128;
+constexpr size_t kSpareConnections = 128;  // beside those of streams; strangers hold some
 constexpr auto kShutdownTime = std::chrono::seconds(2);
 
 // Whether two texts are equal, in a time that does not show how much of a guess is right.
@@ -40,6 +38,19 @@ bool are_equal(const std::string& a, const std::string& b) {
   for (size_t i = 0; i < a.size(); ++i) difference |= static_cast<unsigned char>(a[i] ^ b[i]);
   return difference == 0;
 }
+
+// A connection that gRPC closes. Its descriptor may then be that of another file.
+struct Connection {
+  int fd;
+  ino_t inode;
+};
+
+ino_t inode_of(int fd) {
+  struct stat status{};
+  return fstat(fd, &status) == 0 ? status.st_ino : 0;
+}
+
+bool is_closed(const Connection& connection) { return inode_of(connection.fd) != connection.inode; }
 
 std::string peer_of(const grpc::ServerContext& context) {
   std::string peer = context.peer();  // ipv4:host:port, ipv6:[host]:port or unix:
@@ -110,8 +121,8 @@ Listener::Listener(int socket, int64_t max_streams, Credentials credentials)
   // No compressed messages: gRPC's limit is on the compressed size, which bounds no memory.
   builder.AddChannelArgument(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET,
                              1 << GRPC_COMPRESS_NONE);
-  // Connections without a stream are short: those that say nothing, those that open none, and
-  // those that open one that is refused after the other. Streams go on after such an age.
+  // Connections without a stream are closed within 45 s: those that say nothing, those that open
+  // none, and those that open one that is refused after the other. Streams go on after such an age.
   builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, 20'000);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, 20'000);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_AGE_MS, 20'000);
@@ -141,13 +152,16 @@ Listener::Listener(int socket, int64_t max_streams, Credentials credentials)
 Listener::~Listener() { close(); }
 
 void Listener::accept_connections() {
-  std::deque<Clock::time_point> recent;  // when connections were accepted
-  const size_t max_recent = static_cast<size_t>(max_streams_) + kSpareConnections;
+  std::vector<Connection> connections;  // some of which may be closed already
+  const size_t max_connections = static_cast<size_t>(max_streams_) + kSpareConnections;
   fcntl(socket_, F_SETFL, O_NONBLOCK);
   while (!closed_) {
-    while (!recent.empty() && recent.front() + kConnectionTime < Clock::now()) recent.pop_front();
+    if (connections.size() >= max_connections) {
+      connections.erase(std::remove_if(connections.begin(), connections.end(), is_closed),
+                        connections.end());
+    }
     pollfd wait{socket_, POLLIN, 0};
-    const bool is_full = recent.size() >= max_recent;  // those that come wait in the kernel
+    const bool is_full = connections.size() >= max_connections;  // others wait in the kernel
     const int fd = !is_full && poll(&wait, 1, kPatience.count()) > 0
                        ? accept4(socket_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC)
                        : -1;
@@ -158,7 +172,7 @@ void Listener::accept_connections() {
     }
     const int on = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));  // fails for unix sockets
-    recent.push_back(Clock::now());
+    connections.push_back({fd, inode_of(fd)});
     grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
     connection.listener_fd = socket_;
     connection.fd = fd;
