@@ -27,8 +27,8 @@ namespace {
 using Clock = EnvStream::Clock;
 
 constexpr auto kPatience = std::chrono::milliseconds(250);  // between two looks for an end
-constexpr auto kLogInterval = std::chrono::seconds(10);     // between two lines about strangers
 constexpr size_t kSpareConnections = 128;  // beside those of streams; strangers hold some
+constexpr size_t kMaxReasonBytes = 500;    // of a status, which is metadata
 constexpr auto kShutdownTime = std::chrono::seconds(2);
 
 // Whether two texts are equal, in a time that does not show how much of a guess is right.
@@ -55,6 +55,10 @@ bool is_closed(const Connection& connection) { return inode_of(connection.fd) !=
 std::string peer_of(const grpc::ServerContext& context) {
   std::string peer = context.peer();  // ipv4:host:port, ipv6:[host]:port or unix:
   if (peer.compare(0, 3, "ipv") == 0) peer.erase(0, 5);
+  for (const auto& [code, bracket] : {std::pair("%5B", "["), std::pair("%5D", "]")}) {
+    const size_t place = peer.find(code);
+    if (place != std::string::npos) peer.replace(place, 3, bracket);
+  }
   return peer;
 }
 
@@ -189,20 +193,8 @@ grpc::Status Listener::refuse_stranger(const grpc::ServerContext& context) {
       are_equal({token->second.data(), token->second.size()}, *credentials_.auth_token)) {
     return grpc::Status::OK;
   }
-  int64_t num_strangers = 0;
-  {
-    Lock lock(mutex_);
-    ++num_strangers_;
-    if (Clock::now() >= next_line_) {
-      next_line_ = Clock::now() + kLogInterval;
-      std::swap(num_strangers, num_strangers_);
-    }
-  }
-  if (num_strangers > 0) {
-    events_.report("refused " + std::to_string(num_strangers) +
-                   " stream(s) without this learner's token, most recently from " +
-                   peer_of(context));
-  }
+  events_.report_rarely("token",
+                        "refused a stream without this learner's token, from " + peer_of(context));
   return {grpc::StatusCode::UNAUTHENTICATED,
           std::string("this learner asks for a token, but ") +
               (token == metadata.end() ? "there is none" : "this is another one") +
@@ -225,77 +217,89 @@ grpc::Status Listener::StreamingLearner(grpc::ServerContext* context,
   }
   messages->SendInitialMetadata();  // says that the stream was accepted
   const auto stream = std::make_shared<IncomingStream>(context, messages);
-  serve(stream);
+  const std::string failure = serve(stream);
   stream->end();
   {
     Lock lock(mutex_);
     --num_streams_;
   }
-  return closed_ ? grpc::Status(grpc::StatusCode::UNAVAILABLE, "this learner ends")
-                 : grpc::Status::OK;
+  if (closed_) return {grpc::StatusCode::UNAVAILABLE, "this learner ends"};
+  if (failure.empty()) return grpc::Status::OK;
+  return {grpc::StatusCode::INVALID_ARGUMENT, failure.substr(0, kMaxReasonBytes)};
 }
 
-void Listener::serve(const std::shared_ptr<IncomingStream>& stream) {
-  Use use;
+// Returns why the stream has failed; empty: it has not.
+std::string Listener::serve(const std::shared_ptr<IncomingStream>& stream) {
+  std::shared_ptr<Use> use;
   {
     Lock lock(mutex_);
-    while (!closed_ && (!use_ || count_ == 0)) {
+    while (!closed_ && (!use_ || use_->count == 0)) {
       changed_.wait_until(lock, Clock::now() + kPatience);
-      if (stream->is_gone()) return;
+      if (stream->is_gone()) return "";
     }
-    if (closed_) return;
-    if (count_) --*count_;
+    if (closed_) return "";
     use = use_;
-    ++num_used_;
+    if (use->count) --*use->count;
+    ++use->num_streams;
   }
-  use(stream);
+  std::string failure = use->play(stream);
   {
     Lock lock(mutex_);
-    --num_used_;
+    --use->num_streams;
   }
   changed_.notify_all();
+  return failure;
 }
 
-void Listener::set_use(Use use, std::optional<int64_t> count) {
-  const bool is_empty = !use;
+std::shared_ptr<Listener::Use> Listener::begin_use(Play play, std::optional<int64_t> count) {
+  const auto use = std::make_shared<Use>(Use{std::move(play), count});
   {
     Lock lock(mutex_);
-    use_ = std::move(use);
-    count_ = count;
+    use_ = use;
   }
   changed_.notify_all();
+  return use;
+}
+
+void Listener::end_use(const std::shared_ptr<Use>& use) {
   Lock lock(mutex_);
-  while (is_empty && num_used_ > 0) changed_.wait(lock);
+  if (use_ == use) use_ = nullptr;
+  while (use->num_streams > 0) changed_.wait(lock);
 }
 
 std::pair<std::string, rpcenv::Step> Listener::query(const StreamOptions& options,
                                                      EnvStream::Seconds answer_timeout) {
   std::promise<std::pair<std::string, rpcenv::Step>> answer;
-  Mutex mutex;
-  std::shared_ptr<IncomingStream> queried;
-  const auto use = [&](const std::shared_ptr<IncomingStream>& stream) {
+  auto future = answer.get_future();
+  std::shared_ptr<IncomingStream> queried;  // guarded by mutex_
+  const auto play = [&](const std::shared_ptr<IncomingStream>& stream) -> std::string {
+    {
+      Lock lock(mutex_);
+      queried = stream;
+    }
     try {
-      {
-        Lock lock(mutex);
-        queried = stream;
-      }
       stream->set_options(options);
       const rpcenv::Step& first = stream->open(answer_timeout, answer_timeout);
       answer.set_value({stream->peer(), first});
-    } catch (...) {
+      return "";
+    } catch (const std::exception& error) {
       answer.set_exception(std::current_exception());
+      return error.what();
     }
   };
-  auto future = answer.get_future();
-  set_use(use, 1);
+  const auto use = begin_use(play, 1);
   while (future.wait_for(kPatience) != std::future_status::ready) {
-    Lock lock(mutex);
-    if (queried) closed_ ? queried->cancel() : queried->cancel_if_late();
-    if (!queried && closed_) break;
+    std::shared_ptr<IncomingStream> stream;
+    {
+      Lock lock(mutex_);
+      if (use->num_streams == 0 && !queried && (closed_ || use_ != use)) break;
+      stream = queried;
+    }
+    if (stream) closed_ ? stream->cancel() : stream->cancel_if_late();
   }
-  set_use(nullptr);
+  end_use(use);
   if (future.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
-    throw ClosedError("the listener is closed");
+    throw ClosedError("the listener is closed, or used by an ActorPool");
   }
   return future.get();
 }
@@ -306,11 +310,13 @@ int64_t Listener::num_streams() {
 }
 
 void Listener::close() {
-  if (closed_.exchange(true)) return;
-  changed_.notify_all();
-  accepting_.join();
-  server_->Shutdown(std::chrono::system_clock::now() + kShutdownTime);
-  events_.close();
+  std::call_once(closing_, [this] {
+    closed_ = true;
+    changed_.notify_all();
+    accepting_.join();
+    server_->Shutdown(std::chrono::system_clock::now() + kShutdownTime);
+    events_.close();
+  });
 }
 
 }  // namespace torchbeast
