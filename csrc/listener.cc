@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <grpc/compression.h>
+#include <grpcpp/resource_quota.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -12,6 +13,7 @@
 
 #include <algorithm>
 #include <future>
+#include <limits>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -27,6 +29,7 @@ namespace {
 using Clock = EnvStream::Clock;
 
 constexpr auto kPatience = std::chrono::milliseconds(250);  // between two looks for an end
+constexpr int64_t kSpareThreads = 64;                       // beside those of streams
 constexpr size_t kSpareConnections = 128;  // beside those of streams; strangers hold some
 constexpr size_t kMaxReasonBytes = 500;    // of a status, which is metadata
 constexpr auto kShutdownTime = std::chrono::seconds(2);
@@ -143,6 +146,11 @@ Listener::Listener(int socket, int64_t max_streams, Credentials credentials)
   // One read and one window for a batch of frames, not dozens.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, 1 << 20);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 8 << 20);
+  // Else streams that are opened and reset, thousands in a second, have as many threads. With a
+  // few to spare, since gRPC refuses streams before it has as many.
+  constexpr int64_t kMaxThreads = std::numeric_limits<int>::max();
+  builder.SetResourceQuota(grpc::ResourceQuota().SetMaxThreads(
+      static_cast<int>(std::min(max_streams_ + kSpareThreads, kMaxThreads))));
   // Connections are accepted here: gRPC would accept any number, and none any more once there were
   // no file descriptors left.
   acceptor_ = builder.experimental().AddExternalConnectionAcceptor(
