@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <typeinfo>
 #include <utility>
 
 #include "errors.h"
@@ -93,7 +94,8 @@ void ActorPool::run() {
     Lock lock(mutex_);
     num_running_ -= addresses_.size() - threads.size();
   }
-  if (listener_) listener_->set_use([this](const auto& stream) { act_for(stream); });
+  std::shared_ptr<Listener::Use> use;
+  if (listener_) use = listener_->begin_use([this](const auto& stream) { return act_for(stream); });
   auto last_check = Clock::now();
   while (!wait_for_end(Clock::now() + kWatchInterval)) {
     if (learner_queue_->is_closed() || inference_batcher_->is_closed()) stop();
@@ -108,7 +110,7 @@ void ActorPool::run() {
     }
   }
   for (std::thread& thread : threads) thread.join();
-  if (listener_) listener_->set_use(nullptr);
+  if (listener_) listener_->end_use(use);
   events_.close();
   Lock lock(mutex_);
   if (error_) std::rethrow_exception(error_);
@@ -153,18 +155,19 @@ void ActorPool::act(size_t index) {
   changed_.notify_all();
 }
 
-// The thread of a stream that environments have opened.
-void ActorPool::act_for(const std::shared_ptr<IncomingStream>& stream) {
+// The thread of a stream that environments have opened. Returns why it has failed, if it has.
+std::string ActorPool::act_for(const std::shared_ptr<IncomingStream>& stream) {
   const std::optional<size_t> index = add_stream(stream);
-  if (!index) return;
-  std::string event;
+  if (!index) return "";
+  std::string kind, failure;
   try {
     Seconds pause;
     run_stream(*index, *stream, &pause);
   } catch (const ClosedError&) {
     stop();
   } catch (const ServerError& error) {
-    event = "stream " + std::to_string(*index) + ": " + error.what();
+    kind = typeid(error).name();
+    failure = error.what();
   } catch (...) {
     fail(std::current_exception());
   }
@@ -173,14 +176,15 @@ void ActorPool::act_for(const std::shared_ptr<IncomingStream>& stream) {
     Lock lock(mutex_);
     actors_[*index].peer.clear();
   }
-  if (!event.empty() && !stopped_) {
-    events_.report(event + "; streams now: " + std::to_string(wait_times_.num_connected()));
+  if (!failure.empty() && !stopped_) {
+    events_.report_rarely(kind, "stream " + std::to_string(*index) + ": " + failure);
   }
   {
     Lock lock(mutex_);
     --num_running_;
   }
   changed_.notify_all();
+  return failure;
 }
 
 // Its index, which it may have from one that has gone; nullopt after stop().
@@ -189,10 +193,8 @@ std::optional<size_t> ActorPool::add_stream(const std::shared_ptr<IncomingStream
   if (stopped_) return std::nullopt;
   size_t index = addresses_.size();
   while (index < actors_.size() && !actors_[index].peer.empty()) ++index;
-  if (index == actors_.size()) {
-    actors_.emplace_back();
-    wait_times_.add_stream();
-  }
+  if (index == actors_.size()) actors_.emplace_back();
+  wait_times_.begin_stream(index);
   Actor& actor = actors_[index];
   std::string seed = options_.listener_seed;
   if (!seed.empty()) seed += "," + std::to_string(index);
@@ -287,7 +289,7 @@ const rpcenv::Step& ActorPool::open(size_t index, EnvStream& stream) {
   if (!is_first) ++num_reconnects_;
   const std::string who = "stream " + std::to_string(index) + ": " + stream.peer();
   if (index >= addresses_.size()) {
-    events_.report(who + " have come; streams now: " + std::to_string(wait_times_.num_connected()));
+    events_.report_rarely("come", who + " have come");
   } else if (!is_first) {
     events_.report(who + " is back");
   }

@@ -92,7 +92,7 @@ class ActorPool {
   };
 
   void act(size_t index);
-  void act_for(const std::shared_ptr<IncomingStream>& stream);
+  std::string act_for(const std::shared_ptr<IncomingStream>& stream);
   void wait_to_reconnect(size_t index, const ServerError& error,
                          std::chrono::duration<double> duration);
   void run_stream(size_t index, EnvStream& stream, std::chrono::duration<double>* pause);
@@ -118,7 +118,8 @@ class ActorPool {
   const Nest<Array> initial_agent_state_;
   Agreement agreement_;
   WaitTimes wait_times_;
-  EventLog events_;
+  EventLog events_{
+      [this] { return "; streams now: " + std::to_string(wait_times_.num_connected()); }};
 
   std::atomic<bool> stopped_{false};
   std::atomic<int64_t> count_{0};

@@ -3,18 +3,21 @@
 
 #include <fcntl.h>
 #include <grpc/compression.h>
+#include <grpcpp/resource_quota.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <deque>
 #include <future>
+#include <limits>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "errors.h"
 #include "wire.h"
@@ -26,11 +29,9 @@ namespace {
 using Clock = EnvStream::Clock;
 
 constexpr auto kPatience = std::chrono::milliseconds(250);  // between two looks for an end
-constexpr auto kLogInterval = std::chrono::seconds(10);     // between two lines about strangers
-// A connection without a stream is closed after this time, by gRPC's limits below. So at most as
-// many are open beside those of streams as are accepted in this time.
-constexpr auto kConnectionTime = std::chrono::seconds(45);
-constexpr size_t kSpareConnections = 128;
+constexpr int64_t kSpareThreads = 64;                       // beside those of streams
+constexpr size_t kSpareConnections = 128;  // beside those of streams; strangers hold some
+constexpr size_t kMaxReasonBytes = 500;    // of a status, which is metadata
 constexpr auto kShutdownTime = std::chrono::seconds(2);
 
 // Whether two texts are equal, in a time that does not show how much of a guess is right.
@@ -41,9 +42,26 @@ bool are_equal(const std::string& a, const std::string& b) {
   return difference == 0;
 }
 
+// A connection that gRPC closes. Its descriptor may then be that of another file.
+struct Connection {
+  int fd;
+  ino_t inode;
+};
+
+ino_t inode_of(int fd) {
+  struct stat status{};
+  return fstat(fd, &status) == 0 ? status.st_ino : 0;
+}
+
+bool is_closed(const Connection& connection) { return inode_of(connection.fd) != connection.inode; }
+
 std::string peer_of(const grpc::ServerContext& context) {
   std::string peer = context.peer();  // ipv4:host:port, ipv6:[host]:port or unix:
   if (peer.compare(0, 3, "ipv") == 0) peer.erase(0, 5);
+  for (const auto& [code, bracket] : {std::pair("%5B", "["), std::pair("%5D", "]")}) {
+    const size_t place = peer.find(code);
+    if (place != std::string::npos) peer.replace(place, 3, bracket);
+  }
   return peer;
 }
 
@@ -102,8 +120,8 @@ Listener::Listener(int socket, int64_t max_streams, Credentials credentials)
   // No compressed messages: gRPC's limit is on the compressed size, which bounds no memory.
   builder.AddChannelArgument(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET,
                              1 << GRPC_COMPRESS_NONE);
-  // Connections without a stream are short: those that say nothing, those that open none, and
-  // those that open one that is refused after the other. Streams go on after such an age.
+  // Connections without a stream are closed within 45 s: those that say nothing, those that open
+  // none, and those that open one that is refused after the other. Streams go on after such an age.
   builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, 20'000);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, 20'000);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_AGE_MS, 20'000);
@@ -120,6 +138,11 @@ Listener::Listener(int socket, int64_t max_streams, Credentials credentials)
   // One read and one window for a batch of frames, not dozens.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, 1 << 20);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 8 << 20);
+  // Else streams that are opened and reset, thousands in a second, have as many threads. With a
+  // few to spare, since gRPC refuses streams before it has as many.
+  constexpr int64_t kMaxThreads = std::numeric_limits<int>::max();
+  builder.SetResourceQuota(grpc::ResourceQuota().SetMaxThreads(
+      static_cast<int>(std::min(max_streams_ + kSpareThreads, kMaxThreads))));
   // Connections are accepted here: gRPC would accept any number, and none any more once there were
   // no file descriptors left.
   acceptor_ = builder.experimental().AddExternalConnectionAcceptor(
@@ -133,13 +156,16 @@ Listener::Listener(int socket, int64_t max_streams, Credentials credentials)
 Listener::~Listener() { close(); }
 
 void Listener::accept_connections() {
-  std::deque<Clock::time_point> recent;  // when connections were accepted
-  const size_t max_recent = static_cast<size_t>(max_streams_) + kSpareConnections;
+  std::vector<Connection> connections;  // some of which may be closed already
+  const size_t max_connections = static_cast<size_t>(max_streams_) + kSpareConnections;
   fcntl(socket_, F_SETFL, O_NONBLOCK);
   while (!closed_) {
-    while (!recent.empty() && recent.front() + kConnectionTime < Clock::now()) recent.pop_front();
+    if (connections.size() >= max_connections) {
+      connections.erase(std::remove_if(connections.begin(), connections.end(), is_closed),
+                        connections.end());
+    }
     pollfd wait{socket_, POLLIN, 0};
-    const bool is_full = recent.size() >= max_recent;  // those that come wait in the kernel
+    const bool is_full = connections.size() >= max_connections;  // others wait in the kernel
     const int fd = !is_full && poll(&wait, 1, kPatience.count()) > 0
                        ? accept4(socket_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC)
                        : -1;
@@ -150,7 +176,7 @@ void Listener::accept_connections() {
     }
     const int on = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));  // fails for unix sockets
-    recent.push_back(Clock::now());
+    connections.push_back({fd, inode_of(fd)});
     grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
     connection.listener_fd = socket_;
     connection.fd = fd;
@@ -167,20 +193,8 @@ grpc::Status Listener::refuse_stranger(const grpc::ServerContext& context) {
       are_equal({token->second.data(), token->second.size()}, *credentials_.auth_token)) {
     return grpc::Status::OK;
   }
-  int64_t num_strangers = 0;
-  {
-    Lock lock(mutex_);
-    ++num_strangers_;
-    if (Clock::now() >= next_line_) {
-      next_line_ = Clock::now() + kLogInterval;
-      std::swap(num_strangers, num_strangers_);
-    }
-  }
-  if (num_strangers > 0) {
-    events_.report("refused " + std::to_string(num_strangers) +
-                   " stream(s) without this learner's token, most recently from " +
-                   peer_of(context));
-  }
+  events_.report_rarely("token",
+                        "refused a stream without this learner's token, from " + peer_of(context));
   return {grpc::StatusCode::UNAUTHENTICATED,
           std::string("this learner asks for a token, but ") +
               (token == metadata.end() ? "there is none" : "this is another one") +
@@ -203,63 +217,70 @@ grpc::Status Listener::StreamingLearner(grpc::ServerContext* context,
   }
   messages->SendInitialMetadata();  // says that the stream was accepted
   const auto stream = std::make_shared<IncomingStream>(context, messages);
-  serve(stream);
+  const std::string failure = serve(stream);
   stream->end();
   {
     Lock lock(mutex_);
     --num_streams_;
   }
   if (!stream->refusal().empty()) {
-    return {grpc::StatusCode::FAILED_PRECONDITION, stream->refusal()};
+    return {grpc::StatusCode::FAILED_PRECONDITION, stream->refusal().substr(0, kMaxReasonBytes)};
   }
   if (closed_) return {grpc::StatusCode::UNAVAILABLE, "this learner ends"};
-  return grpc::Status::OK;
+  if (failure.empty()) return grpc::Status::OK;
+  return {grpc::StatusCode::INVALID_ARGUMENT, failure.substr(0, kMaxReasonBytes)};
 }
 
-void Listener::serve(const std::shared_ptr<IncomingStream>& stream) {
-  Use use;
+// Returns why the stream has failed; empty: it has not.
+std::string Listener::serve(const std::shared_ptr<IncomingStream>& stream) {
+  std::shared_ptr<Use> use;
   {
     Lock lock(mutex_);
-    while (!closed_ && (!use_ || count_ == 0)) {
+    while (!closed_ && (!use_ || use_->count == 0)) {
       changed_.wait_until(lock, Clock::now() + kPatience);
-      if (stream->is_gone()) return;
+      if (stream->is_gone()) return "";
     }
-    if (closed_) return;
-    if (count_) --*count_;
+    if (closed_) return "";
     use = use_;
-    ++num_used_;
+    if (use->count) --*use->count;
+    ++use->num_streams;
   }
-  use(stream);
+  std::string failure = use->play(stream);
   {
     Lock lock(mutex_);
-    --num_used_;
+    --use->num_streams;
   }
   changed_.notify_all();
+  return failure;
 }
 
-void Listener::set_use(Use use, std::optional<int64_t> count) {
-  const bool is_empty = !use;
+std::shared_ptr<Listener::Use> Listener::begin_use(Play play, std::optional<int64_t> count) {
+  const auto use = std::make_shared<Use>(Use{std::move(play), count});
   {
     Lock lock(mutex_);
-    use_ = std::move(use);
-    count_ = count;
+    use_ = use;
   }
   changed_.notify_all();
+  return use;
+}
+
+void Listener::end_use(const std::shared_ptr<Use>& use) {
   Lock lock(mutex_);
-  while (is_empty && num_used_ > 0) changed_.wait(lock);
+  if (use_ == use) use_ = nullptr;
+  while (use->num_streams > 0) changed_.wait(lock);
 }
 
 std::pair<std::string, rpcenv::Step> Listener::query(const StreamOptions& options,
                                                      EnvStream::Seconds answer_timeout) {
   std::promise<std::pair<std::string, rpcenv::Step>> answer;
-  Mutex mutex;
-  std::shared_ptr<IncomingStream> queried;
-  const auto use = [&](const std::shared_ptr<IncomingStream>& stream) {
+  auto future = answer.get_future();
+  std::shared_ptr<IncomingStream> queried;  // guarded by mutex_
+  const auto play = [&](const std::shared_ptr<IncomingStream>& stream) -> std::string {
+    {
+      Lock lock(mutex_);
+      queried = stream;
+    }
     try {
-      {
-        Lock lock(mutex);
-        queried = stream;
-      }
       stream->set_options(options);
       const rpcenv::Step& first = stream->open(answer_timeout, answer_timeout);
       if (first.handshake().spaces().empty()) {
@@ -268,23 +289,29 @@ std::pair<std::string, rpcenv::Step> Listener::query(const StreamOptions& option
                            "made: name them, as create_env of polybeast_env.py does");
       }
       answer.set_value({stream->peer(), first});
+      return "";
     } catch (const RefusedError& error) {
       stream->refuse(error.what());
       answer.set_exception(std::current_exception());
-    } catch (...) {
+      return error.what();
+    } catch (const std::exception& error) {
       answer.set_exception(std::current_exception());
+      return error.what();
     }
   };
-  auto future = answer.get_future();
-  set_use(use, 1);
+  const auto use = begin_use(play, 1);
   while (future.wait_for(kPatience) != std::future_status::ready) {
-    Lock lock(mutex);
-    if (queried) closed_ ? queried->cancel() : queried->cancel_if_late();
-    if (!queried && closed_) break;
+    std::shared_ptr<IncomingStream> stream;
+    {
+      Lock lock(mutex_);
+      if (use->num_streams == 0 && !queried && (closed_ || use_ != use)) break;
+      stream = queried;
+    }
+    if (stream) closed_ ? stream->cancel() : stream->cancel_if_late();
   }
-  set_use(nullptr);
+  end_use(use);
   if (future.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
-    throw ClosedError("the listener is closed");
+    throw ClosedError("the listener is closed, or used by an ActorPool");
   }
   return future.get();
 }
@@ -295,11 +322,13 @@ int64_t Listener::num_streams() {
 }
 
 void Listener::close() {
-  if (closed_.exchange(true)) return;
-  changed_.notify_all();
-  accepting_.join();
-  server_->Shutdown(std::chrono::system_clock::now() + kShutdownTime);
-  events_.close();
+  std::call_once(closing_, [this] {
+    closed_ = true;
+    changed_.notify_all();
+    accepting_.join();
+    server_->Shutdown(std::chrono::system_clock::now() + kShutdownTime);
+    events_.close();
+  });
 }
 
 }  // namespace torchbeast

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -59,7 +60,13 @@ class IncomingStream final : public EnvStream {
 // Streams wait until somebody uses them. Each has a thread of its own.
 class Listener final : private rpcenv::RPCLearner::Service {
  public:
-  using Use = std::function<void(const std::shared_ptr<IncomingStream>&)>;
+  // What is done with a stream, which ends when this returns: why it failed; empty: it did not.
+  using Play = std::function<std::string(const std::shared_ptr<IncomingStream>&)>;
+  struct Use {
+    const Play play;
+    std::optional<int64_t> count;  // how many streams it may still have
+    int64_t num_streams = 0;       // that it has now
+  };
 
   // `socket` listens already, and is closed by the caller after close(). `max_streams` is the
   // largest number of streams at the same time. Throws std::invalid_argument for invalid
@@ -67,13 +74,15 @@ class Listener final : private rpcenv::RPCLearner::Service {
   Listener(int socket, int64_t max_streams, Credentials credentials);
   ~Listener() override;
 
-  // Have streams used, those that wait first, each by a call of `use`, with whose return it ends;
-  // `count` is how many at most. With an empty function streams wait from now on, and this blocks
-  // until none is used any more.
-  void set_use(Use use, std::optional<int64_t> count = std::nullopt);
+  // Have streams used, those that wait first; `count` is how many at most. It takes the place of
+  // an earlier use, which keeps the streams that it has.
+  std::shared_ptr<Use> begin_use(Play play, std::optional<int64_t> count = std::nullopt);
+
+  // Blocks until this use has no stream any more; others wait for another use.
+  void end_use(const std::shared_ptr<Use>& use);
 
   // Who waits, or comes next, and its first message; that stream ends. Throws what EnvStream::open
-  // does, and ClosedError after close(). Not to be called while streams are used otherwise.
+  // does, and ClosedError after close(), or when another use has taken the place of this one.
   std::pair<std::string, rpcenv::Step> query(const StreamOptions& options,
                                              EnvStream::Seconds answer_timeout);
 
@@ -82,14 +91,14 @@ class Listener final : private rpcenv::RPCLearner::Service {
 
   EventLog& events() { return events_; }
 
-  // End all streams, and refuse new ones.
+  // End all streams, and refuse new ones. Blocks until all have ended.
   void close();
 
  private:
   grpc::Status StreamingLearner(grpc::ServerContext* context,
                                 IncomingStream::Messages* messages) override;
   grpc::Status refuse_stranger(const grpc::ServerContext& context);
-  void serve(const std::shared_ptr<IncomingStream>& stream);
+  std::string serve(const std::shared_ptr<IncomingStream>& stream);
   void accept_connections();
 
   const int socket_;
@@ -99,14 +108,11 @@ class Listener final : private rpcenv::RPCLearner::Service {
 
   Mutex mutex_;
   Condition changed_;
-  Use use_ TB_GUARDED_BY(mutex_);
-  std::optional<int64_t> count_ TB_GUARDED_BY(mutex_);  // how many streams it may still have
+  std::shared_ptr<Use> use_ TB_GUARDED_BY(mutex_);  // which is guarded, too, but for `play`
   int64_t num_streams_ TB_GUARDED_BY(mutex_) = 0;
-  int64_t num_used_ TB_GUARDED_BY(mutex_) = 0;
-  int64_t num_strangers_ TB_GUARDED_BY(mutex_) = 0;  // since the last log line about them
-  std::chrono::steady_clock::time_point next_line_ TB_GUARDED_BY(mutex_){};
 
   std::atomic<bool> closed_{false};
+  std::once_flag closing_;
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor_;
   std::unique_ptr<grpc::Server> server_;
   std::thread accepting_;

@@ -26,6 +26,11 @@
 #include "python_arrays.h"
 #include "stream_options.h"
 
+#if __has_include(<google/protobuf/stubs/logging.h>)
+#include <google/protobuf/stubs/logging.h>
+#define LOGS_CAN_BE_SILENCED
+#endif
+
 namespace py = pybind11;
 
 namespace torchbeast {
@@ -255,6 +260,10 @@ void add_queue_methods(py::class_<Queue, Options...>* queue, const char* size_do
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "PolyBeast's core: queues, dynamic batching, actors.";
+#ifdef LOGS_CAN_BE_SILENCED
+  // It prints a line for each text of a peer that is not UTF-8: strangers could fill a disk.
+  google::protobuf::SetLogHandler(nullptr);
+#endif
 
   py::register_exception<ClosedError>(m, "ClosedBatchingQueue", PyExc_RuntimeError);
   py::register_exception<AsyncError>(m, "AsyncError", PyExc_RuntimeError);

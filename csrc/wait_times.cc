@@ -19,9 +19,10 @@ WaitTimes::Timer::~Timer() {
   stream.wait.reset();
 }
 
-void WaitTimes::add_stream() {
+void WaitTimes::begin_stream(size_t stream) {
   Lock lock(mutex_);
-  streams_.emplace_back();
+  if (stream == streams_.size()) streams_.emplace_back();
+  streams_[stream] = Stream();
 }
 
 void WaitTimes::set_connected(size_t stream, bool connected) {

@@ -36,8 +36,8 @@ class WaitTimes {
     const size_t stream_;
   };
 
-  // One more stream. Streams begin without a connection.
-  void add_stream();
+  // A stream in the place of one that has gone, or one more. Streams begin without a connection.
+  void begin_stream(size_t stream);
   void set_connected(size_t stream, bool connected);
   int64_t num_connected();
 

@@ -46,7 +46,7 @@ def test_environments_come_and_go_and_a_resumed_run_knows_them(tmp_path):
             assert "environment process 1 plays for " + address in first.output
             pid = min(first.members("spawn_main"))
             os.kill(pid, signal.SIGKILL)
-            learner.wait_until(lambda: "streams now: 2" in learner.output.rpartition("lost")[2])
+            learner.wait_until(lambda: "was lost" in learner.output)
             first.wait_until(lambda: "died and is replaced" in first.output)
             wait_for_streams(learner, folder, 3)
             second.process.terminate()

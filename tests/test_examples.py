@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from counting import free_address
 from forks import DEADLINE, EXAMPLES, ROOT
 from program import Program, column, last_step, read_rows, run, shared_memory, wait_until
 

@@ -9,6 +9,7 @@ import time
 import libtorchbeast
 from beast.envs.spaces import row_ranges, spaces_from_json
 from beast.errors import EnvError
+from libtorchbeast.access import Throttle
 
 FIRST_LINE = 2  # seconds without an answer after which the log says so
 DIAL_LINE = 10  # seconds between two log lines while nobody has dialed in
@@ -90,7 +91,7 @@ def check_handshake(handshake):
 
 def _collect(answers, addresses, local, listening):
     """Return the latest answers by address, None of those that dial in; log who is waited for."""
-    latest, start, deadline = {}, time.monotonic(), None
+    latest, start, deadline, throttle = {}, time.monotonic(), None, Throttle()
     line = None if local else start + FIRST_LINE  # when the log says so
     while deadline is None or time.monotonic() < deadline:
         if local is not None and not local.check():
@@ -113,6 +114,8 @@ def _collect(answers, addresses, local, listening):
         if isinstance(answer, dict):
             deadline = deadline or time.monotonic() + (MAJORITY_TIMEOUT if addresses else 0)
         elif isinstance(answer, OSError):  # of which ours are, too
+            if address is None and not throttle.count():
+                continue  # strangers may dial in, again and again
             advice = ""
             if isinstance(answer, TimeoutError) and local is None:
                 advice = "; start polybeast_env.py there, or correct --server_addresses; if it is "

@@ -3,6 +3,7 @@
 
 import contextlib
 import logging
+import os
 import re
 import resource
 import socket
@@ -81,6 +82,8 @@ def listen(flags, credentials, group=None):
         port_socket = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise EnvError(f"cannot listen at {host}:{port}: {error.strerror or error}") from None
+    # Else gRPC logs a line for each connection that TLS refuses, and strangers could fill a disk.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     with port_socket:
         listener = libtorchbeast.Listener(port_socket.fileno(), flags.max_streams, **credentials)
 

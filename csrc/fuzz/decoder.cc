@@ -11,6 +11,7 @@
 #include <sstream>
 #include <vector>
 
+#include "agreement.h"
 #include "array.h"
 #include "nest.h"
 #include "rollout.h"
@@ -53,6 +54,7 @@ constexpr int64_t kSmall = 512 << 10;
 // Where a message ends too early, protobuf may have made room for a string as long as it promised,
 // up to this (kSafeStringSize in its sources).
 constexpr int64_t kPromised = 50'000'000;
+constexpr size_t kMaxRefusal = 3'000;  // bytes of a message about a handshake
 
 Counts all_counts;
 
@@ -102,10 +104,10 @@ class Limit {
 };
 
 // The first words of an error, with # for numbers.
-std::string kind_of(const std::string& error) {
+std::string kind_of(const std::string& error, int num_words = 5) {
   std::istringstream words(error);
   std::string kind, word;
-  for (int i = 0; i < 5 && words >> word && word.find('[') == std::string::npos; ++i) {
+  for (int i = 0; i < num_words && words >> word && word.find('[') == std::string::npos; ++i) {
     if (std::isdigit(word.back()) != 0) word = "#";
     kind += (i > 0 ? " " : "") + word;
   }
@@ -195,6 +197,16 @@ void check_row(const Arrays::Dict& row, const rpcenv::Step& step, const std::str
   REQUIRE(same(row.at("frame").map([](const Array& array) { return array.view(); }), frame));
 }
 
+// Of a handshake alone a learner says what it refuses, in a line that is not long.
+void check_handshake(const rpcenv::Handshake& handshake) {
+  try {
+    Agreement({kSpaces, std::nullopt, kEnv}).check_handshake("peer", handshake);
+  } catch (const RefusedError& error) {
+    REQUIRE(std::string(error.what()).size() < kMaxRefusal);
+    ++all_counts.refusals[kind_of(error.what(), 3)];
+  }
+}
+
 void take(const rpcenv::Step& step, int64_t t, const Stream& stream,
           const std::shared_ptr<MemoryPool>& pool, std::optional<Rollout>* rollout) {
   if (!*rollout) {
@@ -232,6 +244,7 @@ void play(const Stream& stream) {
     }
     const Limit limit("A row", 4 * (stream.unroll_length + 4) * size + kSmall);
     const bool is_first = !rollout;
+    if (is_first) check_handshake(step.handshake());
     try {
       take(step, t, stream, pool, &rollout);
     } catch (const WireError& error) {

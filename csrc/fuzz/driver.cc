@@ -61,6 +61,8 @@ constexpr const char* kRefusals[] = {
     "the structure of frame has",
     "frame was",
     "last_action was",
+    "refused: peer has",
+    "refused: peer plays",
 };
 
 const char* program;

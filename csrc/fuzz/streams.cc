@@ -283,6 +283,8 @@ Stream good_stream(Random& random, int64_t num_envs) {
       step.mutable_handshake()->set_protocol_version(kProtocolVersion);
       step.mutable_handshake()->set_num_envs(static_cast<uint32_t>(num_envs));
       step.mutable_handshake()->set_stack_size(static_cast<uint32_t>(stack_size));
+      step.mutable_handshake()->set_spaces(kSpaces);
+      step.mutable_handshake()->set_env(kEnv);
     }
     fill(observation, random);
     fill_fields(num_envs, random, &step);

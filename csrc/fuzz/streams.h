@@ -12,6 +12,12 @@ namespace torchbeast {
 
 using Random = std::mt19937_64;
 
+// In the handshakes of good streams.
+inline constexpr const char* kEnv = "Catch";
+inline constexpr const char* kSpaces =
+    R"({"action": {"dtype": "int64", "n": 3, "start": 0, "type": "Discrete"}, "frame_skip": 1, )"
+    R"("observation": {"dtype": "uint8", "high": 1, "low": 0, "shape": [1, 10, 5], "type": "Box"}})";
+
 // Fuzzers change bytes: packed, a stream is a byte of options, then each message behind its length.
 // Any bytes can be unpacked.
 struct Stream {

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools, queues, batchers and servers, opened, used and closed by many threads, at random times.
+"""Pools, queues, batchers, servers and listeners, which many threads open, use and close at random.
 
 For STRESS_SECONDS (in the environment), else 3. The core alone: csrc/tests/stress_test.cc.
 """
 
+import contextlib
 import gc
+import logging
 import os
 import pathlib
 import random
+import socket
 import time
 
 import pytest
@@ -15,6 +18,8 @@ from counting import Counting, Truncated
 from deadline import DEADLINE, Thread, run_with_deadline, wait_until
 from rig import Rig, check_rows, split
 from stream import ServerThread
+
+from libtorchbeast import ClosedBatchingQueue, Dialer, Listener
 
 pytestmark = pytest.mark.whole
 
@@ -32,6 +37,7 @@ def test_whoever_ends_first_all_end_and_nothing_stays(tmp_path):
 
 def stress(seconds, folder):
     """Play rounds; to be called in a process of its own, in which nothing else is opened."""
+    logging.disable()  # of dialers, whose learners end
     for number in range(PLAYERS):
         play(folder, random.Random(number))  # what gRPC keeps for good is there after that
     threads, descriptors = census()
@@ -63,6 +69,8 @@ def play_until(end, folder, number):
 
 def play(folder, rng):
     """Play one round; return how many columns came, and whether a lost server ended it."""
+    if rng.random() < 0.5:
+        return play_with_a_listener(rng), False
     dict_outputs, reconnect = rng.random() < 0.5, rng.random() < 0.5
     truncates = dict_outputs and rng.random() < 0.5  # forks do not know of truncation
     env_class = Truncated if truncates else Counting
@@ -94,6 +102,42 @@ def play(folder, rng):
         for server in servers:
             server.stop()
     return sum(learner.result() for learner in learners), lost
+
+
+def play_with_a_listener(rng):
+    """Play one round with streams that come and go; return how many columns came."""
+    with socket.create_server(("127.0.0.1", 0)) as port:
+        listener = Listener(port.fileno(), rng.choice([1, 2, 20]))
+        address = f"127.0.0.1:{port.getsockname()[1]}"
+        options = {"limit": rng.choice([None, 4]), "num_envs": rng.randint(1, 3)}
+        asking = Thread(ask, listener) if rng.random() < 0.5 else None
+        rig = Rig([], listener=listener, dict_outputs=True, **options)
+        learner = Thread(learn, rig, False)
+        dialers, threads = [], []
+        for _ in range(rng.randint(1, 6)):
+            dialers.append(Dialer(Counting, [address]))
+            threads.append(Thread(dialers[-1].run))
+            time.sleep(rng.choice([0, 0.02, 0.2]) * rng.random())
+            if rng.random() < 0.3:
+                rng.choice(dialers).stop()
+        time.sleep(0.5 * rng.random())
+        closables = [listener, rng.choice([rig.queue, rig.batcher])]
+        for closing in [Thread(c.close) for c in rng.sample(closables, rng.randint(1, 2))]:
+            closing.result()
+        rig.close()
+        closing = [Thread(listener.close) for _ in range(2)]
+        for thread in closing + ([asking] if asking else []):
+            thread.result()
+        assert listener.num_streams() == 0
+        for dialer, thread in zip(dialers, threads, strict=True):
+            dialer.stop()
+            thread.result()
+        return learner.result()
+
+
+def ask(listener):
+    with contextlib.suppress(ClosedBatchingQueue, ConnectionError):
+        listener.query(1)
 
 
 def learn(rig, truncates):
