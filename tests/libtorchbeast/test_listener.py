@@ -155,7 +155,7 @@ BROKEN = {  # messages, and the reason that both ends get
     "other environments": ([make_first(num_envs=3)], "has 3 environments a stream, expected 2"),
     "a long row": ([make_first(reward=bytes(9))], "malformed message: reward is 9 bytes"),
     "a later row": ([make_first(), make_step(done=b"\7\7")], "malformed message: done is bool"),
-    "an error": ([pb.Step(error="\x1b[2J\n[INFO forged]" * 2000)], r"says: .*forged"),
+    "an error": ([pb.Step(error="\x1b[2J\n[INFO forged\u2028]" * 2000)], r"says: .*forged"),
 }
 
 
@@ -167,6 +167,7 @@ def test_broken_environments_get_the_reason_and_do_not_fill_the_log(what):
             with Dialed(port, *messages) as broken:
                 code, details = broken.end()
             assert code == grpc.StatusCode.INVALID_ARGUMENT and len(details) <= 500
+            assert details.isprintable()
             assert what == "an error" or re.search(reason, details)
         wait_until(lambda: rig.events)
         (event,) = [event for event in rig.events if "have come" not in event]

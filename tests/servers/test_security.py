@@ -316,6 +316,7 @@ def test_hostile_streams_neither_crash_nor_disturb(target, num_streams, monkeypa
         return tuple(map(min, *seen))
 
     monkeypatch.setattr(hostile, "settle", settle)
+    monkeypatch.setattr(hostile.Environments, "interval", 3)
     words = ["hostile.py", "--target", target, "--streams", str(num_streams)]  # two of each kind
     monkeypatch.setattr(sys, "argv", words)
     assert hostile.main() == 0, capfd.readouterr()
