@@ -51,8 +51,9 @@ soak: test-env build ## two hours without faults: does anything grow?
 	exec .venv/bin/python campaigns/faults.py --faults 0 --minutes 120 --results campaigns/results/soak \
 	$(ARGS)
 
-hostile: build ## 10,000 hostile streams against live environment servers; minutes
-	exec .venv/bin/python campaigns/hostile.py $(ARGS)
+hostile: build ## 10,000 hostile streams against live environment servers, and against learners that listen; minutes
+	set -e; for target in server learner; do \
+	.venv/bin/python campaigns/hostile.py --target $$target $(ARGS); done
 
 lint: dev-env ## what the linters say
 	.venv/bin/python -m ruff check .

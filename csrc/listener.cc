@@ -228,7 +228,10 @@ grpc::Status Listener::StreamingLearner(grpc::ServerContext* context,
   }
   if (closed_) return {grpc::StatusCode::UNAVAILABLE, "this learner ends"};
   if (failure.empty()) return grpc::Status::OK;
-  return {grpc::StatusCode::INVALID_ARGUMENT, failure.substr(0, kMaxReasonBytes)};
+  std::string reason = failure.substr(0, kMaxReasonBytes);
+  const auto is_odd = [](char c) { return c < ' ' || '~' < c; };  // perhaps a part of a character
+  std::replace_if(reason.begin(), reason.end(), is_odd, '?');
+  return {grpc::StatusCode::INVALID_ARGUMENT, reason};
 }
 
 // Returns why the stream has failed; empty: it has not.

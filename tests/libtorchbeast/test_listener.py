@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A learner's port, and what strangers and broken environments at it can do."""
+
+import contextlib
+import queue
+import re
+import socket
+import time
+
+import grpc
+import pytest
+from catch_env import Catch
+from counting import Counting, make_first, make_step
+from deadline import DEADLINE, Thread, wait_until
+from rig import Rig, act_zero
+from stream import OPTIONS, make_many
+
+from beast.servers.handshakes import query_servers
+from beast.servers.listening import Listening
+from libtorchbeast import Dialer, Listener
+from libtorchbeast import rpcenv_pb2 as pb
+from libtorchbeast.dialer import METHOD
+
+TOKEN = "correct-horse-battery-staple"
+
+
+class Port:
+    """A Listener; its `address`, `listener` and `events`. To be used as a context manager."""
+
+    def __init__(self, max_streams=16, host="127.0.0.1", **access):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family)
+        port = self._socket.getsockname()[1]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.listener = Listener(self._socket.fileno(), max_streams, **access)
+        self.events = []
+        self._log = Thread(lambda: self.events.extend(iter(self.listener.next_event, None)))
+
+    def close(self):
+        """Close the listener; its events are complete then."""
+        self.listener.close()
+        self._log.result()
+        self._socket.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+class Dialed:
+    """A stream to a learner that says what it is told. `hello` waits for the learner's."""
+
+    def __init__(self, port, *messages, token=None):
+        self._channel = grpc.insecure_channel(port.address, OPTIONS)
+        self._steps = queue.SimpleQueue()
+        self.say(*messages)
+        self.call = self._channel.stream_stream(METHOD)(
+            iter(self._steps.get, None),
+            metadata=[("auth-token", token)] if token else None,
+            timeout=DEADLINE,
+        )
+
+    def say(self, *messages):
+        for message in messages:
+            self._steps.put(message if isinstance(message, bytes) else message.SerializeToString())
+
+    def hello(self):
+        return pb.Action.FromString(next(self.call))
+
+    def end(self):
+        """Wait until the learner ends the stream; return status and reason."""
+        with contextlib.suppress(grpc.RpcError):
+            for _ in self.call:
+                pass
+        return self.call.code(), self.call.details()
+
+    def close(self):
+        self._steps.put(None)
+        self._channel.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+@contextlib.contextmanager
+def dialing(port, env_class=Counting, **kwargs):
+    """Have environments dial in, by default Counting."""
+    dialer = Dialer(env_class, [port.address], **kwargs)
+    thread = Thread(dialer.run)
+    try:
+        yield
+    finally:
+        dialer.stop()
+        thread.result()
+
+
+def playing(port, **options):
+    return contextlib.closing(Rig([], listener=port.listener, **options))
+
+
+def test_connections_that_are_closed_keep_nobody_out():
+    with Port(max_streams=1) as port:
+        for _ in range(300):  # more than may be open at the same time
+            host, _, number = port.address.rpartition(":")
+            socket.create_connection((host, int(number))).close()
+        with dialing(port):
+            assert Thread(port.listener.query).result(20)["num_envs"] == 1
+
+
+def test_a_query_that_is_answered_late_leaves_the_streams_to_the_pool():
+    with Port() as port, Dialed(port) as slow:
+        querying = Thread(port.listener.query, 2)
+        assert slow.hello().options["num-envs"] == "2"
+        with playing(port, num_envs=1) as rig:
+            slow.say(make_first())
+            assert querying.result()["num_envs"] == 2
+            with dialing(port):
+                rig.columns(2)
+
+
+def test_a_query_that_nobody_has_answered_ends_when_a_pool_begins():
+    with Port() as port:
+        querying = Thread(port.listener.query)
+        with playing(port), pytest.raises(RuntimeError, match="used by an ActorPool"):
+            querying.result()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_strangers_are_refused_in_a_line_of_the_log_and_one_for_all_others(host):
+    if ":" in host and not socket.has_ipv6:
+        pytest.skip("no IPv6")
+    with Port(auth_token=TOKEN, host=host) as port:
+        for token in (None, TOKEN[:-1], TOKEN + "x", *["another"] * 17):
+            with Dialed(port, token=token) as stranger:
+                code, reason = stranger.end()
+            assert code == grpc.StatusCode.UNAUTHENTICATED and TOKEN not in reason
+        with dialing(port, auth_token=TOKEN):
+            assert port.listener.query()["num_envs"] == 1
+    text = "refused a stream without this learner's token, from " + re.escape(
+        port.address.rpartition(":")[0]
+    )
+    first, others = port.events
+    assert re.match(text, first) and re.match("19 events, the latest: " + text, others)
+
+
+BROKEN = {  # messages, and the reason that both ends get
+    "nothing": ([b""], "sent no handshake"),
+    "no Step": ([b"\x0a\xff"], "malformed message"),
+    "another protocol": ([make_first(version=9)], "speaks protocol version 9, but"),
+    "other environments": ([make_first(num_envs=3)], "has 3 environments a stream, expected 2"),
+    "a long row": ([make_first(reward=bytes(9))], "malformed message: reward is 9 bytes"),
+    "a later row": ([make_first(), make_step(done=b"\7\7")], "malformed message: done is bool"),
+    "an error": ([pb.Step(error="\x1b[2J\n[INFO forged\u2028]" * 2000)], r"says: .*forged"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_environments_get_the_reason_and_do_not_fill_the_log(what):
+    messages, reason = BROKEN[what]
+    with Port() as port, playing(port, agent=act_zero, state=(), num_envs=2) as rig:
+        for _ in range(5):
+            with Dialed(port, *messages) as broken:
+                code, details = broken.end()
+            assert code == grpc.StatusCode.INVALID_ARGUMENT and len(details) <= 500
+            assert details.isprintable()
+            assert what == "an error" or re.search(reason, details)
+        wait_until(lambda: rig.events)
+        (event,) = [event for event in rig.events if "have come" not in event]
+        assert re.search(f"^stream 0: .*{reason}", event, re.S) and "streams now: 0" in event
+        assert all(line.isprintable() for line in event.split("\n"))
+        assert all(line.startswith("  | ") for line in event.split("\n")[1:])
+
+
+def test_who_cannot_be_used_is_logged_once_by_a_learner_that_waits_for_its_game(caplog):
+    with Port() as port:
+        asking = Thread(query_servers, [], None, listening=Listening(port.address, port.listener))
+        for _ in range(2):
+            with Dialed(port, b"\x0a\xff") as stranger:
+                stranger.end()
+        with dialing(port, None, make_environments=make_many(Catch), env="Catch"):
+            assert asking.result()["env"] == "Catch"
+    assert caplog.text.count("malformed message") == 1
+
+
+def test_a_stream_in_the_place_of_another_has_not_been_silent_before():
+    with Port() as port, playing(port) as rig:
+        with dialing(port):
+            rig.columns(1)
+        wait_until(lambda: not rig.pool.silences())
+        time.sleep(1)
+        with Dialed(port) as slow:
+            slow.hello()
+            ((index, _, what, seconds),) = rig.pool.silences()
+            assert index == 0 and what == "connection" and seconds < 1
+
+
+def test_close_waits_until_another_thread_has_closed():
+    with Port() as port, Dialed(port):
+        wait_until(port.listener.num_streams)
+        closing = [Thread(port.listener.close) for _ in range(3)]
+        closing[0].result()
+        assert port.listener.num_streams() == 0
+        for thread in closing:
+            thread.result()
