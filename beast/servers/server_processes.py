@@ -42,13 +42,15 @@ def add_flags(parser):
     group.add_argument("--end_with_stdin", action="store_true",
                        help="Stop, as after SIGTERM, when standard input ends.")  # fmt: skip
     group.add_argument("--learner_flags", default="{}", metavar="JSON",
-                       help="Flags of the learner that starts these servers; defaults of those "
-                       "that are not given here.")  # fmt: skip
+                       help="Flags of the learner that starts these servers, or a list of its "
+                       "arguments; defaults of those that are not given here.")  # fmt: skip
 
 
 def parse_flags(parser, argv=None):
     """Parse the command line; flags that it does not give are as in --learner_flags."""
     learner_flags = json.loads(parser.parse_args(argv).learner_flags)
+    if isinstance(learner_flags, list):  # some of which only a learner knows
+        learner_flags = vars(parser.parse_known_args(learner_flags)[0])
     known = {action.dest for action in parser._actions} & learner_flags.keys()
     namespace = argparse.Namespace(**{name: learner_flags[name] for name in known})
     return parser.parse_args(argv, namespace)

@@ -5,7 +5,7 @@ import contextlib
 import pathlib
 import uuid
 
-from program import HELPERS, ROOT, Program, load
+from program import HELPERS, ROOT, Program, load, marked
 
 SMALL = {
     "monobeast": "--num_actors 1 --envs_per_actor 4",
@@ -25,14 +25,7 @@ class Torchrun(Program):
 
     def members(self, word=""):
         """Return the ids of its processes, of which torchrun puts some in sessions of their own."""
-        members = []
-        for path in pathlib.Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                state = (path / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-                marked = self.mark.encode() in (path / "environ").read_bytes().split(b"\0")
-                if marked and state not in "ZX" and word in (path / "cmdline").read_text():
-                    members.append(int(path.name))
-        return members
+        return marked(self.mark, word)
 
     def rank(self, number):
         """Return the process id of a rank."""

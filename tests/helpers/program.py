@@ -108,6 +108,18 @@ class Program:
         return self.process.returncode, self.output
 
 
+def marked(mark, word=""):
+    """Return the ids of processes with `mark`, NAME=VALUE, in their environments."""
+    pids = []
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state = (path / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            is_marked = mark.encode() in (path / "environ").read_bytes().split(b"\0")
+            if is_marked and state not in "ZX" and word in (path / "cmdline").read_text():
+                pids.append(int(path.name))
+    return pids
+
+
 def run(script, *arguments, **kwargs):
     with Program(script, *arguments, **kwargs) as program:
         status, output = program.end()
