@@ -74,7 +74,7 @@ def calls():
                     script = script.replace(".", "/") + ".py"
                 if script == "beast/autotune.py":  # a program and its flags
                     script, *arguments = arguments
-                if script == "beast/queue_runs.py":  # its own flags, then a command
+                if script in ("beast/queue_runs.py", "polybeast_ray.py"):  # its own, then others'
                     arguments = arguments[: arguments.index("--")]
                 if script.endswith(".py") and script != "reinforce.py":
                     shown = f"{name(page)}: {' '.join(command[i:])}"

@@ -42,6 +42,7 @@ def start(cluster, tmp_path, *arguments):
 
 
 @pytest.mark.whole
+@pytest.mark.timeout(600)
 def test_nodes_are_lost_and_added(cluster, mark, tmp_path):
     folder, node = tmp_path / "run", {"object_store_memory": 80 << 20}
     learner_nodes = [cluster.add_node(num_cpus=2, **node) for _ in range(2)]
@@ -87,18 +88,15 @@ catch_ray.polybeast_ray.main()
 
 @pytest.mark.whole
 def test_what_cannot_run_is_refused_before_it_starts(cluster, mark, tmp_path):
-    cluster.add_node(num_cpus=1)
+    cluster.add_node(num_cpus=2, num_gpus=1)
     (tmp_path / "other.py").write_text(OTHER_RAY)
     address = f"--num_env_processes 9 --address {cluster.address}"
+    need, room = "each of which needs {'CPU': ", "Ray has 2 CPUs and 1 GPUs"
     for script, arguments, messages in (
         (SCRIPT, "--num_env_processes 1 -- --listen :1", ["--listen is not for this program"]),
         (SCRIPT, "--num_env_processes 9999 --", ["need 10000 cores; Ray has "]),
-        (
-            SCRIPT,
-            f"{address} --num_learners 2 --",
-            ["is 2, ", "{'CPU': 1}", "room for 1: Ray has 1"],
-        ),
-        (SCRIPT, f"{address} --learner_cores 3 --", ["{'CPU': 3}", "room for 0: Ray has 1 CPUs"]),
+        (SCRIPT, f"{address} --num_learners 2 --", [f"is 2, {need}1, 'GPU': 1}}", f"1: {room}"]),
+        (SCRIPT, f"{address} --learner_cores 3 -- --disable_cuda", [f"{need}3}}", f"0: {room}"]),
         (
             tmp_path / "other.py",
             f"{address} --",
