@@ -112,7 +112,7 @@ def test_connections_that_are_closed_keep_nobody_out():
             assert Thread(port.listener.query).result(20)["num_envs"] == 1
 
 
-def test_a_query_that_is_answered_late_leaves_the_streams_to_the_pool():
+def test_a_query_answered_late_leaves_the_streams_to_the_pool():
     with Port() as port, Dialed(port) as slow:
         querying = Thread(port.listener.query, 2)
         assert slow.hello().options["num-envs"] == "2"
@@ -123,7 +123,7 @@ def test_a_query_that_is_answered_late_leaves_the_streams_to_the_pool():
                 rig.columns(2)
 
 
-def test_a_query_that_nobody_has_answered_ends_when_a_pool_begins():
+def test_a_query_without_an_answer_ends_when_a_pool_begins():
     with Port() as port:
         querying = Thread(port.listener.query)
         with playing(port), pytest.raises(RuntimeError, match="used by an ActorPool"):
@@ -131,7 +131,7 @@ def test_a_query_that_nobody_has_answered_ends_when_a_pool_begins():
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_strangers_are_refused_in_a_line_of_the_log_and_one_for_all_others(host):
+def test_strangers_fill_one_line_of_the_log_and_then_another(host):
     if ":" in host and not socket.has_ipv6:
         pytest.skip("no IPv6")
     with Port(auth_token=TOKEN, host=host) as port:
@@ -160,7 +160,7 @@ BROKEN = {  # messages, and the reason that both ends get
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_broken_environments_get_the_reason_and_do_not_fill_the_log(what):
+def test_broken_environments_get_the_reason_and_fill_no_log(what):
     messages, reason = BROKEN[what]
     with Port() as port, playing(port, agent=act_zero, state=(), num_envs=2) as rig:
         for _ in range(5):
@@ -176,7 +176,7 @@ def test_broken_environments_get_the_reason_and_do_not_fill_the_log(what):
         assert all(line.startswith("  | ") for line in event.split("\n")[1:])
 
 
-def test_who_cannot_be_used_is_logged_once_by_a_learner_that_waits_for_its_game(caplog):
+def test_a_learner_that_waits_logs_broken_environments_once(caplog):
     with Port() as port:
         asking = Thread(query_servers, [], None, listening=Listening(port.address, port.listener))
         for _ in range(2):
@@ -187,7 +187,7 @@ def test_who_cannot_be_used_is_logged_once_by_a_learner_that_waits_for_its_game(
     assert caplog.text.count("malformed message") == 1
 
 
-def test_a_stream_in_the_place_of_another_has_not_been_silent_before():
+def test_a_stream_in_place_of_another_was_not_silent_before():
     with Port() as port, playing(port) as rig:
         with dialing(port):
             rig.columns(1)
