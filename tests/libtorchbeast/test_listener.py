@@ -6,6 +6,7 @@ import queue
 import re
 import socket
 import time
+from concurrent import futures
 
 import grpc
 import pytest
@@ -207,3 +208,45 @@ def test_close_waits_until_another_thread_has_closed():
         assert port.listener.num_streams() == 0
         for thread in closing:
             thread.result()
+
+
+def hello(**options):
+    options = {key.replace("_", "-"): value for key, value in options.items()}
+    return pb.Action(protocol_version=1, options=options)
+
+
+HELLOS = {  # of hostile learners, and what environments say of them
+    "no Action": (b"\x0a\xff", "malformed message"),
+    "no version": (pb.Action(), "speaks protocol version 0"),
+    "too many environments": (hello(num_envs="9" * 9), "num-envs is 9+; it should be from 1 to"),
+    "a seed of 1 MB": (hello(seed="1," * 2**19), "malformed message: seed is '1,"),
+    "an option that is none": (hello(newest_frame_only="\x1b[2J"), "newest-frame-only is"),
+    "an option cut off": (b"\x22\x05\x0a\x03\xff", "malformed"),
+}
+
+
+@pytest.mark.parametrize("what", HELLOS)
+def test_environments_outlast_a_hostile_learner_and_say_why(what, caplog):
+    message, reason = HELLOS[what]
+    handler = grpc.stream_stream_rpc_method_handler(
+        lambda *_: iter([message if isinstance(message, bytes) else message.SerializeToString()])
+    )
+    learner = grpc.server(futures.ThreadPoolExecutor(2))
+    _, service, method = METHOD.split("/")
+    learner.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler(service, {method: handler})]
+    )
+    address = f"127.0.0.1:{learner.add_insecure_port('127.0.0.1:0')}"
+    learner.start()
+    dialer = Dialer(Counting, [address])
+    thread = Thread(dialer.run)
+    if "version" in what:
+        with pytest.raises(RuntimeError, match=reason):
+            thread.result()
+    else:
+        wait_until(lambda: caplog.records)
+        dialer.stop()
+        thread.result()
+        assert re.search(reason, caplog.text) and len(caplog.text) < 2000
+        assert all(line.isprintable() for line in caplog.text.split("\n"))
+    learner.stop(None)
