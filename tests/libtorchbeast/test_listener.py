@@ -6,6 +6,7 @@ import queue
 import re
 import socket
 import time
+from concurrent import futures
 
 import grpc
 import pytest
@@ -112,7 +113,7 @@ def test_connections_that_are_closed_keep_nobody_out():
             assert Thread(port.listener.query).result(20)["num_envs"] == 1
 
 
-def test_a_query_answered_late_leaves_streams_to_the_pool():
+def test_a_query_answered_late_leaves_the_streams_to_the_pool():
     with Port() as port, Dialed(port) as slow:
         querying = Thread(port.listener.query, 2)
         assert slow.hello().options["num-envs"] == "2"
@@ -131,7 +132,7 @@ def test_a_query_without_an_answer_ends_when_a_pool_begins():
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_strangers_are_refused_in_a_line_of_the_log_for_all(host):
+def test_strangers_fill_one_line_of_the_log_and_then_another(host):
     if ":" in host and not socket.has_ipv6:
         pytest.skip("no IPv6")
     with Port(auth_token=TOKEN, host=host) as port:
@@ -176,7 +177,7 @@ def test_broken_environments_get_the_reason_and_fill_no_log(what):
         assert all(line.startswith("  | ") for line in event.split("\n")[1:])
 
 
-def test_who_cannot_be_used_is_logged_once_while_waiting(caplog):
+def test_a_learner_that_waits_logs_broken_environments_once(caplog):
     with Port() as port:
         asking = Thread(query_servers, [], None, listening=Listening(port.address, port.listener))
         for _ in range(2):
@@ -187,7 +188,7 @@ def test_who_cannot_be_used_is_logged_once_while_waiting(caplog):
     assert caplog.text.count("malformed message") == 1
 
 
-def test_a_stream_in_anothers_place_has_not_been_silent():
+def test_a_stream_in_place_of_another_was_not_silent_before():
     with Port() as port, playing(port) as rig:
         with dialing(port):
             rig.columns(1)
@@ -207,3 +208,45 @@ def test_close_waits_until_another_thread_has_closed():
         assert port.listener.num_streams() == 0
         for thread in closing:
             thread.result()
+
+
+def hello(**options):
+    options = {key.replace("_", "-"): value for key, value in options.items()}
+    return pb.Action(protocol_version=1, options=options)
+
+
+HELLOS = {  # of hostile learners, and what environments say of them
+    "no Action": (b"\x0a\xff", "malformed message"),
+    "no version": (pb.Action(), "speaks protocol version 0"),
+    "too many environments": (hello(num_envs="9" * 9), "num-envs is 9+; it should be from 1 to"),
+    "a seed of 1 MB": (hello(seed="1," * 2**19), "malformed message: seed is '1,"),
+    "an option that is none": (hello(newest_frame_only="\x1b[2J"), "newest-frame-only is"),
+    "an option cut off": (b"\x22\x05\x0a\x03\xff", "malformed"),
+}
+
+
+@pytest.mark.parametrize("what", HELLOS)
+def test_environments_outlast_a_hostile_learner_and_say_why(what, caplog):
+    message, reason = HELLOS[what]
+    handler = grpc.stream_stream_rpc_method_handler(
+        lambda *_: iter([message if isinstance(message, bytes) else message.SerializeToString()])
+    )
+    learner = grpc.server(futures.ThreadPoolExecutor(2))
+    _, service, method = METHOD.split("/")
+    learner.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler(service, {method: handler})]
+    )
+    address = f"127.0.0.1:{learner.add_insecure_port('127.0.0.1:0')}"
+    learner.start()
+    dialer = Dialer(Counting, [address])
+    thread = Thread(dialer.run)
+    if "version" in what:
+        with pytest.raises(RuntimeError, match=reason):
+            thread.result()
+    else:
+        wait_until(lambda: caplog.records)
+        dialer.stop()
+        thread.result()
+        assert re.search(reason, caplog.text) and len(caplog.text) < 2000
+        assert all(line.isprintable() for line in caplog.text.split("\n"))
+    learner.stop(None)
