@@ -3,15 +3,17 @@
 
     python polybeast.py --listen 127.0.0.1:50050 --envs_per_stream 1 --batch_size 8 \
         --unroll_length 5 --discounting 0.9 --reward_clipping none --grad_norm_clipping 5 \
-        --total_steps 100_000
+        --learning_rate 0.005 --total_steps 60_000
     python -m examples.congestion --learner 127.0.0.1:50050
-    python -m examples.congestion    # prints what a rule and the optimum reach
+    python -m examples.congestion    # measures a rule and the optimum
 
-Each sender shares a link with nobody, but does not know its capacity, which changes. It may change
-its rate every 30 ms; a return of 100 is a link that is used fully, without a queue.
+Each sender has a link of its own, whose capacity it does not know, and may change its rate every
+50 ms. A return of 100 is a link that is used fully, without a queue. All on one core: 70 after
+30,000 steps (100 s), 77 after 52,000. A random sender has 20, the best constant rate 41; the rule
+87 if it acts at once, 82, 72 and 67 if 15, 30 and 45 ms late; and whoever knows the capacity 94.
 
 How late actions are treated: one takes effect at the tick at which it comes. If that is after the
-next observation, this is dropped, and the sender goes on at its rate; what it earns meanwhile
+next observation, this one is dropped, and the sender goes on at its rate; what it earns meanwhile
 counts for the row in which the action took effect (libtorchbeast/env_client.py).
 """
 
@@ -29,7 +31,7 @@ from libtorchbeast import EnvClient
 
 FACTORS = (0.5, 0.8, 1.0, 1.25, 2.0)  # of the rate, by action
 MOST_QUEUED = 50  # packets
-TICK = 0.003  # seconds
+TICK = 0.005  # seconds
 INTERVAL = 10  # ticks between two observations
 LENGTH = 100  # intervals in an episode
 OBSERVATION_SPACE = {"type": "Box", "shape": [4], "dtype": "float32", "low": -10, "high": 10}
@@ -68,7 +70,7 @@ class Link:
         sent, lost, delivered, capacity, queues = self.counts.tolist()
         self.counts = np.zeros(5)
         throughput = delivered / INTERVAL
-        delay = self.queue / throughput / 50
+        delay = self.queue / throughput / MOST_QUEUED
         observation = math.log10(self.rate), math.log10(throughput), delay, lost / sent
         reward = delivered / capacity - queues / INTERVAL / MOST_QUEUED
         return np.array(observation, np.float32), reward
