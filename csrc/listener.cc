@@ -274,7 +274,8 @@ void Listener::end_use(const std::shared_ptr<Use>& use) {
 }
 
 std::pair<std::string, rpcenv::Step> Listener::query(const StreamOptions& options,
-                                                     EnvStream::Seconds answer_timeout) {
+                                                     EnvStream::Seconds answer_timeout,
+                                                     bool need_spaces) {
   std::promise<std::pair<std::string, rpcenv::Step>> answer;
   auto future = answer.get_future();
   std::shared_ptr<IncomingStream> queried;  // guarded by mutex_
@@ -286,7 +287,7 @@ std::pair<std::string, rpcenv::Step> Listener::query(const StreamOptions& option
     try {
       stream->set_options(options);
       const rpcenv::Step& first = stream->open(answer_timeout, answer_timeout);
-      if (first.handshake().spaces().empty()) {
+      if (need_spaces && first.handshake().spaces().empty()) {
         throw RefusedError("refused: " + stream->peer() +
                            " have no spaces, from which the net is "
                            "made: name them, as create_env of polybeast_env.py does");

@@ -83,8 +83,9 @@ class Listener final : private rpcenv::RPCLearner::Service {
 
   // Who waits, or comes next, and its first message; that stream ends. Throws what EnvStream::open
   // does, and ClosedError after close(), or when another use has taken the place of this one.
+  // Those without spaces may be refused.
   std::pair<std::string, rpcenv::Step> query(const StreamOptions& options,
-                                             EnvStream::Seconds answer_timeout);
+                                             EnvStream::Seconds answer_timeout, bool need_spaces);
 
   // Streams that are there, used or not.
   int64_t num_streams();

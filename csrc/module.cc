@@ -239,9 +239,10 @@ std::shared_ptr<Listener> make_listener(int socket, int64_t max_streams, const T
 
 py::dict query_listener(Listener& listener, std::optional<int64_t> num_envs, double timeout_s,
                         const py::object& check) {
+  const bool has_check = !check.is_none();
   const auto [peer, first] = without_gil([&] {
     return listener.query(StreamOptions{num_envs, "", false, false},
-                          std::chrono::duration<double>(timeout_s));
+                          std::chrono::duration<double>(timeout_s), has_check);
   });
   return read_handshake(peer, first, check);
 }
