@@ -50,7 +50,8 @@ def test_any_end_joins_all_threads_and_the_first_error_counts(cause, error):
                 assert stop.wait(DEADLINE) and not woken.is_set()
             if cause == "the block raises":
                 raise KeyError("of the block")
-    assert stop.is_set() and calls == [1, 2] and threading.active_count() == before
+    assert stop.is_set() and calls == [1, 2]
+    assert threading.active_count() <= before  # threads of other tests may end meanwhile
     assert sorted(names) == ["third 0", "wait 0", "wait 1"]
 
 

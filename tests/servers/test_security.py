@@ -323,4 +323,5 @@ def test_hostile_streams_neither_crash_nor_disturb(target, num_streams, monkeypa
     report = capfd.readouterr().out
     assert f"{num_streams} streams in" in report
     assert re.search(r"\| metadata of 100 KB \| (\d) \| RESOURCE_EXHAUSTED \1 \|", report)
-    assert re.search("3,000 headers that are not UTF-8: [1-9]", report)  # and not too much
+    # And not too much; a learner's line may be due later.
+    assert re.search(f"3,000 headers that are not UTF-8: [{int(target == 'server')}-9]", report)
