@@ -159,9 +159,8 @@ def commands_of_compose():
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    "commands", [pytest.param(commands_of_kubernetes, marks=pytest.mark.long), commands_of_compose]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("commands", [commands_of_kubernetes, commands_of_compose])
 def test_the_commands_of_containers_learn_together(commands, tmp_path):
     address = free_address()
     (tmp_path / "token").write_text(secrets.token_hex())

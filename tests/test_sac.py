@@ -217,6 +217,7 @@ def train(folder, name, *arguments):
     return read_rows(folder / name), load(folder / name / "model.tar")["model_state_dict"]
 
 
+@pytest.mark.long
 @pytest.mark.whole
 def test_deterministic_runs_are_the_same_and_resume(tmp_path):
     arguments = "--deterministic --seed 3 --num_envs 2 --total_steps 400"

@@ -301,7 +301,9 @@ def test_a_run_over_tls_with_a_token_keeps_the_token_secret(folders, tmp_path, c
 
 @pytest.mark.whole
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("target, num_streams", [("server", 68), ("learner", 86)])
+@pytest.mark.parametrize(
+    "target, num_streams", [("server", 68), pytest.param("learner", 86, marks=pytest.mark.long)]
+)
 def test_hostile_streams_neither_crash_nor_disturb(target, num_streams, monkeypatch, capfd):
     monkeypatch.syspath_prepend(ROOT / "campaigns")
     import hostile
