@@ -119,10 +119,11 @@ void ActorPool::run() {
 // Returns whether all actors have ended.
 bool ActorPool::wait_for_end(Clock::time_point deadline) {
   Lock lock(mutex_);
-  const auto is_running = [&] { return num_running_ > 0 || (listener_ && !stopped_); };
   while (is_running() && Clock::now() < deadline) changed_.wait_until(lock, deadline);
   return !is_running();
 }
+
+bool ActorPool::is_running() const { return num_running_ > 0 || (listener_ && !stopped_); }
 
 // The thread of a stream to a server.
 void ActorPool::act(size_t index) {

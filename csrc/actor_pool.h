@@ -105,6 +105,7 @@ class ActorPool {
   void disconnect(size_t index);
   std::vector<std::shared_ptr<EnvStream>> streams();
   bool wait_for_end(std::chrono::steady_clock::time_point deadline);
+  bool is_running() const TB_REQUIRES(mutex_);
   void fail(std::exception_ptr error);
   void stop();
 
