@@ -3,6 +3,7 @@
 
     python polybeast.py --env PongNoFrameskip-v4              train, with servers of its own
     python polybeast.py --server_addresses host1:50051,...    train on servers that run already
+    python polybeast.py --listen host:50050                   train on those that dial in, any time
     python polybeast.py --mode test --xpid NAME               play whole games with the checkpoint
 
     environment servers          actor pool (C++, one thread a stream)
@@ -392,10 +393,10 @@ def train(flags):
     two_gpus = device.type == "cuda" and torch.cuda.device_count() > 1
     inference_device = torch.device("cuda:1") if two_gpus else device
 
-    with servers.connect(flags, ENV_SCRIPT, learner_group.current()) as env_servers:
+    group = learner_group.current()
+    with servers.connect(flags, ENV_SCRIPT, nets.check_discrete, group) as env_servers:
         flags = servers.adopt_env(flags, env_servers)  # env, frames_per_step
         spaces = env_servers.observation_space, env_servers.action_space
-        nets.check_discrete(env_servers.action_space)
         model, _ = nets.create_net(Net, *spaces, **net_arguments(flags))
         devices.choose_precision(flags, model, [device])
         initial_state = model.initial_state(1)

@@ -115,7 +115,7 @@ def main():
             learner.process.send_signal(signal.SIGTERM)
             status, output = learner.end()
     most = max(map(int, re.findall(r"streams now: (\d+)", output)), default=0)
-    print(f"\nstreams at most {most}, comings {output.count(' have come; ')}, status {status}")
+    print(f"\nstreams at most {most}, comings {output.count(' has come; ')}, status {status}")
     for name, limit in LIMITS.items():
         if lows[-1][name] > lows[0][name] + limit:
             failures.append(f"{name} has grown from {lows[0][name]} to {lows[-1][name]}")

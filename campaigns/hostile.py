@@ -256,7 +256,7 @@ class ListeningLearner(Target):
         self.env_log = folder / f"{name}.env.log"
         arguments = ("--env=Catch", "--num_servers=1", f"--learner={self.address}")
         self.env = self.start("catch_env.py", "learner", self.env_log, *arguments)
-        self.wait_for("have come")
+        self.wait_for("has come")
 
     def kinds(self):
         return ANY_TARGET | ANY_LEARNER | (TLS_TARGET if self.with_tls else PLAIN_TARGET)

@@ -290,7 +290,7 @@ const rpcenv::Step& ActorPool::open(size_t index, EnvStream& stream) {
   if (!is_first) ++num_reconnects_;
   const std::string who = "stream " + std::to_string(index) + ": " + stream.peer();
   if (index >= addresses_.size()) {
-    events_.report_rarely("come", who + " have come");
+    events_.report_rarely("come", who + " has come");
   } else if (!is_first) {
     events_.report(who + " is back");
   }

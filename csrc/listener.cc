@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <future>
+#include <exception>
 #include <limits>
 #include <stdexcept>
 #include <system_error>
@@ -32,6 +32,7 @@ constexpr auto kPatience = std::chrono::milliseconds(250);  // between two looks
 constexpr int64_t kSpareThreads = 64;                       // beside those of streams
 constexpr size_t kSpareConnections = 128;  // beside those of streams; strangers hold some
 constexpr size_t kMaxReasonBytes = 500;    // of a status, which is metadata
+constexpr int64_t kMaxAsked = 8;           // streams of a query at the same time
 constexpr auto kShutdownTime = std::chrono::seconds(2);
 
 // Whether two texts are equal, in a time that does not show how much of a guess is right.
@@ -65,6 +66,14 @@ std::string peer_of(const grpc::ServerContext& context) {
   return peer;
 }
 
+// A text for a status, of ASCII: cut anywhere, other characters might be cut in two.
+std::string to_reason(const std::string& text) {
+  std::string reason = text.substr(0, kMaxReasonBytes);
+  const auto is_odd = [](char c) { return c < ' ' || '~' < c; };
+  std::replace_if(reason.begin(), reason.end(), is_odd, '?');
+  return reason;
+}
+
 std::shared_ptr<grpc::ServerCredentials> make_credentials(const Credentials& credentials) {
   if (!credentials.tls) return grpc::InsecureServerCredentials();
   grpc::SslServerCredentialsOptions options(
@@ -77,7 +86,7 @@ std::shared_ptr<grpc::ServerCredentials> make_credentials(const Credentials& cre
 }  // namespace
 
 IncomingStream::IncomingStream(grpc::ServerContext* context, Messages* messages)
-    : EnvStream("the environments at " + peer_of(*context)),
+    : EnvStream("the environment process at " + peer_of(*context)),
       messages_(messages),
       context_(context) {}
 
@@ -209,9 +218,10 @@ grpc::Status Listener::StreamingLearner(grpc::ServerContext* context,
     Lock lock(mutex_);
     if (closed_) return {grpc::StatusCode::UNAVAILABLE, "this learner ends"};
     if (num_streams_ >= max_streams_) {
-      return {grpc::StatusCode::RESOURCE_EXHAUSTED,
-              "this learner has " + std::to_string(num_streams_) +
-                  " streams already, and no more at once (its --max_streams)"};
+      const std::string reason = "this learner has " + std::to_string(num_streams_) +
+                                 " streams already, and no more at once (its --max_streams)";
+      events_.report_rarely("full", "refused " + peer_of(*context) + ": " + reason);
+      return {grpc::StatusCode::RESOURCE_EXHAUSTED, reason};
     }
     ++num_streams_;
   }
@@ -224,29 +234,26 @@ grpc::Status Listener::StreamingLearner(grpc::ServerContext* context,
     --num_streams_;
   }
   if (!stream->refusal().empty()) {
-    return {grpc::StatusCode::FAILED_PRECONDITION, stream->refusal().substr(0, kMaxReasonBytes)};
+    return {grpc::StatusCode::FAILED_PRECONDITION, to_reason(stream->refusal())};
   }
   if (closed_) return {grpc::StatusCode::UNAVAILABLE, "this learner ends"};
   if (failure.empty()) return grpc::Status::OK;
-  std::string reason = failure.substr(0, kMaxReasonBytes);
-  const auto is_odd = [](char c) { return c < ' ' || '~' < c; };  // perhaps a part of a character
-  std::replace_if(reason.begin(), reason.end(), is_odd, '?');
-  return {grpc::StatusCode::INVALID_ARGUMENT, reason};
+  return {grpc::StatusCode::INVALID_ARGUMENT, to_reason(failure)};
 }
 
 // Returns why the stream has failed; empty: it has not.
 std::string Listener::serve(const std::shared_ptr<IncomingStream>& stream) {
   std::shared_ptr<Use> use;
-  {
+  while (!use) {
+    if (stream->is_gone()) return "";
     Lock lock(mutex_);
-    while (!closed_ && (!use_ || use_->count == 0)) {
-      changed_.wait_until(lock, Clock::now() + kPatience);
-      if (stream->is_gone()) return "";
-    }
     if (closed_) return "";
-    use = use_;
-    if (use->count) --*use->count;
-    ++use->num_streams;
+    if (use_ && use_->num_streams < use_->max_streams) {
+      use = use_;
+      ++use->num_streams;
+    } else {
+      changed_.wait_until(lock, Clock::now() + kPatience);
+    }
   }
   std::string failure = use->play(stream);
   {
@@ -257,8 +264,8 @@ std::string Listener::serve(const std::shared_ptr<IncomingStream>& stream) {
   return failure;
 }
 
-std::shared_ptr<Listener::Use> Listener::begin_use(Play play, std::optional<int64_t> count) {
-  const auto use = std::make_shared<Use>(Use{std::move(play), count});
+std::shared_ptr<Listener::Use> Listener::begin_use(Play play, int64_t max_streams) {
+  const auto use = std::make_shared<Use>(Use{std::move(play), max_streams});
   {
     Lock lock(mutex_);
     use_ = use;
@@ -273,51 +280,54 @@ void Listener::end_use(const std::shared_ptr<Use>& use) {
   while (use->num_streams > 0) changed_.wait(lock);
 }
 
-std::pair<std::string, rpcenv::Step> Listener::query(const StreamOptions& options,
-                                                     EnvStream::Seconds answer_timeout,
-                                                     bool need_spaces) {
-  std::promise<std::pair<std::string, rpcenv::Step>> answer;
-  auto future = answer.get_future();
-  std::shared_ptr<IncomingStream> queried;  // guarded by mutex_
-  const auto play = [&](const std::shared_ptr<IncomingStream>& stream) -> std::string {
+// Several at a time: one that is slow to make its environments does not keep others waiting.
+void Listener::query(const StreamOptions& options, EnvStream::Seconds answer_timeout,
+                     const Check& check) {
+  // All guarded by mutex_.
+  std::vector<std::shared_ptr<IncomingStream>> asked;
+  bool is_over = false, has_answer = false;
+  std::exception_ptr check_error;
+
+  const auto play = [&](const std::shared_ptr<IncomingStream>& stream) {
     {
       Lock lock(mutex_);
-      queried = stream;
+      if (is_over) return std::string();
+      asked.push_back(stream);
     }
+    std::string failure;
+    std::exception_ptr error;
     try {
       stream->set_options(options);
-      const rpcenv::Step& first = stream->open(answer_timeout, answer_timeout);
-      if (need_spaces && first.handshake().spaces().empty()) {
-        throw RefusedError("refused: " + stream->peer() +
-                           " have no spaces, from which the net is "
-                           "made: name them, as create_env of polybeast_env.py does");
-      }
-      answer.set_value({stream->peer(), first});
-      return "";
-    } catch (const RefusedError& error) {
-      stream->refuse(error.what());
-      answer.set_exception(std::current_exception());
-      return error.what();
-    } catch (const std::exception& error) {
-      answer.set_exception(std::current_exception());
-      return error.what();
+      check(stream->peer(), stream->open(answer_timeout, answer_timeout));
+    } catch (const RefusedError& refused) {
+      failure = refused.what();
+      stream->refuse(failure);
+    } catch (const ServerError& lost) {
+      failure = lost.what();
+    } catch (...) {
+      error = std::current_exception();
     }
+    Lock lock(mutex_);
+    asked.erase(std::find(asked.begin(), asked.end(), stream));
+    if (!is_over && !failure.empty()) events_.report_rarely("query", failure);
+    if (error) check_error = error;
+    has_answer = has_answer || (failure.empty() && !error);
+    return failure;
   };
-  const auto use = begin_use(play, 1);
-  while (future.wait_for(kPatience) != std::future_status::ready) {
-    std::shared_ptr<IncomingStream> stream;
+  const auto use = begin_use(play, kMaxAsked);
+  for (bool is_last = false; !is_last;) {
+    std::vector<std::shared_ptr<IncomingStream>> streams;
     {
       Lock lock(mutex_);
-      if (use->num_streams == 0 && !queried && (closed_ || use_ != use)) break;
-      stream = queried;
+      if (!has_answer && !check_error) changed_.wait_until(lock, Clock::now() + kPatience);
+      is_last = is_over = has_answer || check_error || closed_ || use_ != use;
+      streams = asked;
     }
-    if (stream) closed_ ? stream->cancel() : stream->cancel_if_late();
+    for (const auto& stream : streams) is_last ? stream->cancel() : stream->cancel_if_late();
   }
   end_use(use);
-  if (future.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
-    throw ClosedError("the listener is closed, or used by an ActorPool");
-  }
-  return future.get();
+  if (check_error) std::rethrow_exception(check_error);
+  if (!has_answer) throw ClosedError("the listener is closed, or used by an ActorPool");
 }
 
 int64_t Listener::num_streams() {

@@ -8,9 +8,9 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -64,9 +64,11 @@ class Listener final : private rpcenv::RPCLearner::Service {
   using Play = std::function<std::string(const std::shared_ptr<IncomingStream>&)>;
   struct Use {
     const Play play;
-    std::optional<int64_t> count;  // how many streams it may still have
-    int64_t num_streams = 0;       // that it has now
+    const int64_t max_streams;  // that it may have at the same time
+    int64_t num_streams = 0;    // that it has now
   };
+  // Throws RefusedError for environments that are not used; other errors end the query.
+  using Check = std::function<void(const std::string& peer, const rpcenv::Step& first)>;
 
   // `socket` listens already, and is closed by the caller after close(). `max_streams` is the
   // largest number of streams at the same time. Throws std::invalid_argument for invalid
@@ -74,18 +76,18 @@ class Listener final : private rpcenv::RPCLearner::Service {
   Listener(int socket, int64_t max_streams, Credentials credentials);
   ~Listener() override;
 
-  // Have streams used, those that wait first; `count` is how many at most. It takes the place of
-  // an earlier use, which keeps the streams that it has.
-  std::shared_ptr<Use> begin_use(Play play, std::optional<int64_t> count = std::nullopt);
+  // Have streams used, those that wait first. It takes the place of an earlier use, which keeps the
+  // streams that it has.
+  std::shared_ptr<Use> begin_use(Play play,
+                                 int64_t max_streams = std::numeric_limits<int64_t>::max());
 
   // Blocks until this use has no stream any more; others wait for another use.
   void end_use(const std::shared_ptr<Use>& use);
 
-  // Who waits, or comes next, and its first message; that stream ends. Throws what EnvStream::open
-  // does, and ClosedError after close(), or when another use has taken the place of this one.
-  // Those without spaces may be refused.
-  std::pair<std::string, rpcenv::Step> query(const StreamOptions& options,
-                                             EnvStream::Seconds answer_timeout, bool need_spaces);
+  // Blocks for environments that open a stream and pass the check; their streams end. Those that
+  // fail or are refused are events. Throws what the check does, and ClosedError after close(), or
+  // when another use has taken the place of this one.
+  void query(const StreamOptions& options, EnvStream::Seconds answer_timeout, const Check& check);
 
   // Streams that are there, used or not.
   int64_t num_streams();

@@ -239,12 +239,20 @@ std::shared_ptr<Listener> make_listener(int socket, int64_t max_streams, const T
 
 py::dict query_listener(Listener& listener, std::optional<int64_t> num_envs, double timeout_s,
                         const py::object& check) {
-  const bool has_check = !check.is_none();
-  const auto [peer, first] = without_gil([&] {
-    return listener.query(StreamOptions{num_envs, "", false, false},
-                          std::chrono::duration<double>(timeout_s), has_check);
-  });
-  return read_handshake(peer, first, check);
+  py::dict handshake;
+  const auto read = [&](const std::string& peer, const rpcenv::Step& first) {
+    py::gil_scoped_acquire gil;
+    try {
+      handshake = read_handshake(peer, first, check);
+    } catch (py::error_already_set& error) {
+      if (!error.matches(PyExc_ConnectionRefusedError)) throw;
+      throw RefusedError("refused: " + peer + " has " + std::string(py::str(error.value())));
+    }
+  };
+  NoGil no_gil;
+  listener.query(StreamOptions{num_envs, "", false, false},
+                 std::chrono::duration<double>(timeout_s), read);
+  return handshake;
 }
 
 // The methods that queues and batchers share.
@@ -331,8 +339,9 @@ PYBIND11_MODULE(_C, m) {
            py::arg("tls") = py::none(), py::arg("auth_token") = py::none())
       .def("query", &query_listener, py::arg("num_envs") = py::none(), py::arg("timeout_s") = 60.0,
            py::kw_only(), py::arg("check") = py::none(),
-           "Wait for a stream, and return its handshake as query_server does. Raises "
-           "ClosedBatchingQueue after close().")
+           "Wait for environments that can be used, and return their handshake as query_server "
+           "does. check may raise ConnectionRefusedError: they are told, next_event() says so, and "
+           "others are asked. Raises ClosedBatchingQueue after close().")
       .def("num_streams", &Listener::num_streams, py::call_guard<NoGil>(),
            "Streams that are there.")
       .def("next_event", &next_event<Listener>,

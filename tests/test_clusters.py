@@ -106,7 +106,7 @@ def test_slurm_has_environments_come_and_go_and_requeues(slurm, tmp_path):
         script.wait_until(lambda: "Resuming" in script.output)
         assert token.read_text() == secret
         status, output = script.end()
-        assert status == 0 and "have come" in output, output
+        assert status == 0 and "has come" in output, output
         script.wait_for_members()
     assert last_step(run) >= step + 500 and not job.exists()
     assert (tmp_path / "canceled").read_text() == 4 * f"--name={name}-env\n"
@@ -184,7 +184,7 @@ def test_the_commands_of_containers_learn_together(commands, tmp_path):
             programs.append(stack.enter_context(Program(ROOT / script, *words)))
         learner, environments = programs
         status, output = learner.end()
-        assert status == 0 and "have come" in output, output
+        assert status == 0 and "has come" in output, output
         environments.process.terminate()
         environments.end()
         environments.wait_for_members()

@@ -9,7 +9,6 @@ import time
 import libtorchbeast
 from beast.envs.spaces import row_ranges, spaces_from_json
 from beast.errors import EnvError
-from libtorchbeast.access import Throttle
 
 FIRST_LINE = 2  # seconds without an answer after which the log says so
 DIAL_LINE = 10  # seconds between two log lines while nobody has dialed in
@@ -19,7 +18,9 @@ MAX_NAME = 200  # characters
 MAJORITY_TIMEOUT = 5  # seconds after the first answer in which others count
 
 
-def query_servers(addresses, num_envs, local=None, credentials=None, listening=None):
+def query_servers(
+    addresses, num_envs, local=None, credentials=None, listening=None, check_fit=None
+):
     """Wait for the handshake of environments; return it as a dict.
 
     All servers are asked at the same time, again and again. Of the answers within MAJORITY_TIMEOUT
@@ -30,39 +31,51 @@ def query_servers(addresses, num_envs, local=None, credentials=None, listening=N
       num_envs: environments that each creates to answer; None: its default.
       local: LocalServers, which are not waited for once they have ended.
       credentials: keyword arguments of libtorchbeast.query_server.
-      listening: a Listening, whose environments are asked, too.
+      listening: a Listening, whose environments are asked, too; the log says which are refused.
+      check_fit: called with the handshakes of those that dial in; EnvError: they do not fit.
 
     Raises:
       EnvError: every server answers, none can be used, and nothing can dial in.
     """
     answers, done = queue.SimpleQueue(), threading.Event()
 
-    def ask(address, who, query, *arguments, **options):
+    def ask(address):
         answer = None
         while not done.is_set() and (answer is None or isinstance(answer, OSError)):
             try:
-                answer = query(
-                    *arguments, num_envs, ANSWER_TIMEOUT, check=check_handshake, **options
-                )
+                answer = libtorchbeast.query_server(
+                    address, num_envs, ANSWER_TIMEOUT, CONNECT_TIMEOUT, check=check_handshake,
+                    **credentials or {},
+                )  # fmt: skip
             except EnvError as error:  # of check_handshake
-                answer = ConnectionRefusedError(f"{who} has {error}")
+                answer = ConnectionRefusedError(f"the environment server at {address} has {error}")
             except BaseException as error:
                 answer = error
             answers.put((address, answer))
             if isinstance(answer, ConnectionError):
                 done.wait(2)  # before it is asked again
 
+    def check_dialed(handshake):
+        try:
+            ranges = check_handshake(handshake)
+            if check_fit is not None:
+                check_fit(handshake)
+            return ranges
+        except EnvError as error:
+            raise ConnectionRefusedError(*error.args) from None
+
+    def ask_those_that_dial():
+        try:
+            answer = listening.listener.query(num_envs, ANSWER_TIMEOUT, check=check_dialed)
+        except BaseException as error:
+            answer = error
+        answers.put((None, answer))
+
     # In threads, so that Ctrl-C reaches this one.
-    options = {"connect_timeout_s": CONNECT_TIMEOUT} | (credentials or {})
-    asks = [
-        (address, f"the environment server at {address}", libtorchbeast.query_server, address)
-        for address in sorted(set(addresses))
-    ]
-    for arguments in asks:
-        threading.Thread(target=ask, args=arguments, kwargs=options, daemon=True).start()
+    for address in sorted(set(addresses)):
+        threading.Thread(target=ask, args=[address], daemon=True).start()
     if listening is not None:
-        arguments = None, "what has dialed in", listening.listener.query
-        threading.Thread(target=ask, args=arguments, daemon=True).start()
+        threading.Thread(target=ask_those_that_dial, daemon=True).start()
     try:
         latest = _collect(answers, addresses, local, listening)
     finally:
@@ -91,7 +104,7 @@ def check_handshake(handshake):
 
 def _collect(answers, addresses, local, listening):
     """Return the latest answers by address, None of those that dial in; log who is waited for."""
-    latest, start, deadline, throttle = {}, time.monotonic(), None, Throttle()
+    latest, start, deadline = {}, time.monotonic(), None
     line = None if local else start + FIRST_LINE  # when the log says so
     while deadline is None or time.monotonic() < deadline:
         if local is not None and not local.check():
@@ -114,8 +127,6 @@ def _collect(answers, addresses, local, listening):
         if isinstance(answer, dict):
             deadline = deadline or time.monotonic() + (MAJORITY_TIMEOUT if addresses else 0)
         elif isinstance(answer, OSError):  # of which ours are, too
-            if address is None and not throttle.count():
-                continue  # strangers may dial in, again and again
             advice = ""
             if isinstance(answer, TimeoutError) and local is None:
                 advice = "; start polybeast_env.py there, or correct --server_addresses; if it is "

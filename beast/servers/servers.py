@@ -33,17 +33,19 @@ from libtorchbeast.access import is_local
 
 
 @contextlib.contextmanager
-def connect(flags, script, group=None):
+def connect(flags, script, check_actions, group=None):
     """Yield Servers: those at flags.server_addresses, those that dial in, or else local ones.
 
     Args:
       flags: of the learner.
       script: path of polybeast_env.py, or of a fork of it, which local servers run; they end with
         this.
+      check_actions: called with the action space; raises FlagError where the program cannot use it.
       group: of learners; None: there is one.
 
     Raises:
       EnvError: the address of --listen is not free.
+      FlagError: servers play another game than the one given, or have other actions.
     """
     with contextlib.ExitStack() as stack:
         is_reachable = flags.server_addresses or flags.listen
@@ -55,7 +57,7 @@ def connect(flags, script, group=None):
         elif starts_servers(flags):  # for this learner alone: they ask for no credentials
             local, keys = stack.enter_context(LocalServers(flags, script)), {}
             addresses = local.addresses
-        yield Servers(flags, addresses, keys, local, listening)
+        yield Servers(flags, addresses, keys, check_actions, local, listening)
 
 
 class Servers:
@@ -72,7 +74,7 @@ class Servers:
       credentials: keyword arguments for ActorPool.
     """
 
-    def __init__(self, flags, addresses, credentials, local=None, listening=None):
+    def __init__(self, flags, addresses, credentials, check_actions, local=None, listening=None):
         self.addresses, self.credentials, self._local = addresses, credentials, local
         self.listening = listening
         if listening is not None and flags.spaces is not None:  # of the checkpoint
@@ -81,11 +83,21 @@ class Servers:
         else:
             # One environment will do to answer, where we say how many there are to be.
             num_envs = flags.envs_per_stream and 1
-            handshake = query_servers(addresses, num_envs, local, credentials, listening)
+
+            def check_fit(handshake):
+                try:
+                    check_env(flags, handshake["env"], "the environments that dial in")
+                    check_actions(spaces_from_json(handshake["spaces"])[1])
+                except FlagError as error:
+                    raise EnvError(f"an environment that does not fit: {error}") from None
+
+            handshake = query_servers(addresses, num_envs, local, credentials, listening, check_fit)
         self.num_envs = flags.envs_per_stream or handshake["num_envs"]
         self.env = handshake["env"] or None
         self.spaces = handshake["spaces"]
         self.observation_space, self.action_space, self.frame_skip = spaces_from_json(self.spaces)
+        check_env(flags, self.env, "the environment servers")
+        check_actions(self.action_space)
 
     def pids(self):
         """Return the ids of local processes."""
@@ -98,27 +110,27 @@ class Servers:
 
 
 def adopt_env(flags, servers):
-    """Return the flags with the game and the frame skip of servers.
-
-    Raises:
-      FlagError: they play another game than the one given.
-    """
-    if servers.env is not None and flags.env not in (None, servers.env):
-        raise FlagError(
-            f"--env (given, or of the checkpoint) is {flags.env}, but the environment servers play "
-            f"{servers.env}: start servers of that game, or leave --env out with another --xpid"
-        )
-    if flags.env is None and flags.eval_interval and ":" in (servers.env or ""):  # module:ID
-        raise FlagError(
-            f"the environment servers play {servers.env!r}, for which evaluations here would "
-            f"import a module: if you trust it, add --env {shlex.quote(servers.env)}"
-        )
+    """Return the flags with the game and the frame skip of servers."""
     if flags.env is None and servers.env is not None:
-        logging.info("The environment servers play %s", servers.env)
+        logging.info("The environments play %s", servers.env)
     found = {"env": flags.env or servers.env, "frames_per_step": servers.frame_skip}
     if servers.listening is not None:  # so that a resumed run need not wait to know them
         found |= {"spaces": servers.spaces, "envs_per_stream": servers.num_envs}
     return argparse.Namespace(**vars(flags) | found)
+
+
+def check_env(flags, env, who):
+    """Raise FlagError where `who` play another game than the one given, or one not to be had."""
+    if env and flags.env not in (None, env):
+        raise FlagError(
+            f"--env (given, or of the checkpoint) is {flags.env}, but {who} play {env}: start some "
+            "of that game, or leave --env out with another --xpid"
+        )
+    if flags.env is None and flags.eval_interval and ":" in (env or ""):  # module:ID
+        raise FlagError(
+            f"{who} play {env!r}, for which evaluations here would import a module: if you trust "
+            f"it, add --env {shlex.quote(env)}"
+        )
 
 
 def check_servers(flags):

@@ -16,6 +16,7 @@ from deadline import DEADLINE, Thread, wait_until
 from rig import Rig, act_zero
 from stream import OPTIONS, make_many
 
+from beast.errors import EnvError
 from beast.servers.handshakes import query_servers
 from beast.servers.listening import Listening
 from libtorchbeast import Dialer, Listener
@@ -113,22 +114,15 @@ def test_connections_that_are_closed_keep_nobody_out():
             assert Thread(port.listener.query).result(20)["num_envs"] == 1
 
 
-def test_a_query_answered_late_leaves_the_streams_to_the_pool():
+def test_a_query_without_an_answer_ends_when_a_pool_begins():
     with Port() as port, Dialed(port) as slow:
         querying = Thread(port.listener.query, 2)
         assert slow.hello().options["num-envs"] == "2"
         with playing(port, num_envs=1) as rig:
-            slow.say(make_first())
-            assert querying.result()["num_envs"] == 2
+            with pytest.raises(RuntimeError, match="used by an ActorPool"):
+                querying.result()
             with dialing(port):
                 rig.columns(2)
-
-
-def test_a_query_without_an_answer_ends_when_a_pool_begins():
-    with Port() as port:
-        querying = Thread(port.listener.query)
-        with playing(port), pytest.raises(RuntimeError, match="used by an ActorPool"):
-            querying.result()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -171,13 +165,13 @@ def test_broken_environments_get_the_reason_and_fill_no_log(what):
             assert details.isprintable()
             assert what == "an error" or re.search(reason, details)
         wait_until(lambda: rig.events)
-        (event,) = [event for event in rig.events if "have come" not in event]
+        (event,) = [event for event in rig.events if "has come" not in event]
         assert re.search(f"^stream 0: .*{reason}", event, re.S) and "streams now: 0" in event
         assert all(line.isprintable() for line in event.split("\n"))
         assert all(line.startswith("  | ") for line in event.split("\n")[1:])
 
 
-def test_a_learner_that_waits_logs_broken_environments_once(caplog):
+def test_a_learner_that_waits_logs_broken_environments_once():
     with Port() as port:
         asking = Thread(query_servers, [], None, listening=Listening(port.address, port.listener))
         for _ in range(2):
@@ -185,7 +179,41 @@ def test_a_learner_that_waits_logs_broken_environments_once(caplog):
                 stranger.end()
         with dialing(port, None, make_environments=make_many(Catch), env="Catch"):
             assert asking.result()["env"] == "Catch"
-    assert caplog.text.count("malformed message") == 1
+    assert "malformed message" in port.events[0] and len(port.events) == 2  # the other at the end
+
+
+def test_a_learner_that_waits_refuses_what_does_not_fit_and_takes_the_next():
+    def check_fit(handshake):
+        if handshake["env"] != "Catch":
+            raise EnvError(f"another game, {handshake['env']}")
+
+    catches = {"make_environments": make_many(Catch)}
+    with Port() as port:
+        listening = Listening(port.address, port.listener)
+        asking = Thread(query_servers, [], None, listening=listening, check_fit=check_fit)
+        with pytest.raises(RuntimeError, match="refused: .* has another game, Breakout"):
+            Dialer(None, [port.address], env="Breakout", **catches).run()
+        with dialing(port, None, env="Catch", **catches):
+            assert asking.result()["env"] == "Catch"
+    assert [re.sub("process at .* has", "", event) for event in port.events] == [
+        "refused: the environment  another game, Breakout"
+    ]
+
+
+def test_an_error_of_the_check_ends_the_query():
+    with Port() as port:
+        asking = Thread(port.listener.query, check=lambda handshake: handshake["no such key"])
+        with dialing(port), pytest.raises(KeyError, match="no such key"):
+            asking.result()
+
+
+def test_one_that_is_slow_to_answer_does_not_keep_others_waiting():
+    with Port() as port, Dialed(port) as slow:
+        querying = Thread(port.listener.query)
+        slow.hello()
+        with dialing(port):
+            assert querying.result()["num_envs"] == 1
+        assert slow.end()[0] == grpc.StatusCode.CANCELLED
 
 
 def test_a_stream_in_place_of_another_was_not_silent_before():

@@ -22,6 +22,7 @@ from stream import ServerThread, make_many, serving
 
 import polybeast
 import polybeast_env
+from beast.envs.spaces import check_discrete
 from beast.errors import EnvError, FlagError
 from beast.servers import handshakes, server_processes, servers
 from libtorchbeast.spaces import spaces_to_json
@@ -129,18 +130,25 @@ def parse(*arguments):
 
 def test_connect_returns_the_servers_environment():
     with serving(None, make_environments=make_many(Catch, 4), env="Catch") as address:
-        with servers.connect(parse("--server_addresses", address), None) as found:
+        with servers.connect(parse("--server_addresses", address), None, check_discrete) as found:
             assert found.addresses == [address] and found.num_envs == 4
             assert found.env == "Catch" and found.action_space.n == 3 and found.frame_skip == 1
             assert found.observation_space == gym.spaces.Box(0, 1, (1, 10, 5), np.uint8)
             assert found.pids() == []
         arguments = ("--server_addresses", address, "--envs_per_stream", "7")
-        with servers.connect(parse(*arguments), None) as found:
+        with servers.connect(parse(*arguments), None, check_discrete) as found:
             assert found.num_envs == 7
+
+        def refuse(space):
+            raise FlagError(f"{space} is not what this program takes")
+
+        with pytest.raises(FlagError, match=r"Discrete\(3\) is not what"):
+            servers.connect(parse("--server_addresses", address), None, refuse).__enter__()
 
 
 def adopt(given, served, eval_interval=0):
     flags = SimpleNamespace(env=given, eval_interval=eval_interval)
+    servers.check_env(flags, served, "the servers")
     return servers.adopt_env(flags, SimpleNamespace(env=served, frame_skip=3, listening=None))
 
 
@@ -149,12 +157,12 @@ def adopt(given, served, eval_interval=0):
 def test_the_game_is_that_of_the_servers_or_refused(given, served, caplog):
     caplog.set_level(logging.INFO)
     if (given, served) == ("Breakout", "Catch"):
-        with pytest.raises(FlagError, match="is Breakout, but .* play Catch: start servers"):
+        with pytest.raises(FlagError, match="is Breakout, but the servers play Catch: start"):
             adopt(given, served)
         return
     flags = adopt(given, served)
     assert flags.env == given or served and flags.frames_per_step == 3
-    logged = ["The environment servers play Catch"] if served and not given else []
+    logged = ["The environments play Catch"] if served and not given else []
     assert caplog.messages == logged
 
 
@@ -218,7 +226,7 @@ def test_local_servers_get_the_learners_flags_but_no_secret(monkeypatch):
     arguments += "--frame_stack 1 --noop_max 0 --sticky_actions 0.5 --full_action_space "
     arguments += "--env_backend ale_vector --stall_timeout_s 7 --auth_token_file /secret"
     flags = parse(*arguments.split())
-    with pytest.raises(InterruptedError), servers.connect(flags, "script.py"):
+    with pytest.raises(InterruptedError), servers.connect(flags, "script.py", check_discrete):
         pass
     python, script, *arguments = start.call_args[0][0]
     assert python == sys.executable and script == "script.py"

@@ -45,6 +45,17 @@ def test_no_batch_of_inference_is_lost_between_two_ticks(created):
         thread.result()
 
 
+def test_waits_of_a_stream_are_means_of_those_that_were_there(created):
+    created._num_streams, means = 0, []
+    for number, seconds in ((10, 20), (1, 23), (100, 123)):  # of all streams so far
+        created._pool = SimpleNamespace(
+            num_connected=lambda number=number: number,
+            waits=lambda seconds=seconds: {"inference": seconds},
+        )
+        means.append(created.waits()["actor_wait_inference"])
+    assert means == [2, 5, 6]
+
+
 def test_events_are_logged_but_of_long_ones_not_each_in_whole(created, caplog):
     events = [f"stream {i}: {'x' * 2000}; trying again in {i} s" for i in range(3)]
     created._pool = SimpleNamespace(next_event=iter([*events, "stream 1: back", None]).__next__)
@@ -172,7 +183,7 @@ def test_a_batch_says_who_acted_and_has_rows_of_time_limits():
     with serving(None, "127.0.0.1:0", make_environments=echoes) as address:
         flags = f"--seed 1 --unroll_length {T} --batch_size 9 --server_addresses {address}"
         flags = polybeast.parser.parse_args(flags.split())
-        with servers.connect(flags, None) as found:
+        with servers.connect(flags, None, lambda space: None) as found:
             created = streams.Streams(flags, found, (), 0, CPU)
         inference = (polybeast.inference, flags, learner, CPU, created, RUN)
         threads = [Thread(created.run), Thread(*inference)]
