@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PolyBeast's streams to environment servers: the C++ actor pool with its batcher and queue."""
+"""PolyBeast's streams of environments: the C++ actor pool with its batcher and queue."""
 
+import collections
 import logging
 import threading
 
@@ -78,6 +79,8 @@ class Streams:
         )
         self._lock = threading.Lock()  # guards all attributes below
         self._batch_sizes = []  # sizes of inference batches since the last tick
+        self._waits = {}  # seconds by what all streams together have waited for, at the last call
+        self._mean_waits = collections.defaultdict(float)  # the same of a stream
 
     def run(self):
         """Play until the queues are closed: a thread."""
@@ -98,9 +101,10 @@ class Streams:
         Raises:
           EnvError: they have ended by themselves.
         """
+        throttle = Throttle()
         while not stop.wait(CHECK_INTERVAL):
             self._servers.check()
-            if self._pool.num_connected() == 0:
+            if self._pool.num_connected() == 0 and throttle.count():
                 addresses = sorted(set(self._addresses))
                 more = f" and {len(addresses) - 8} more" if len(addresses) > 8 else ""
                 if addresses:
@@ -118,9 +122,14 @@ class Streams:
 
     def waits(self):
         """Return mean seconds that a stream has waited since the start, by what it waited for."""
-        seconds = self._pool.waits()
-        num_streams = max(1, self._num_streams, self._pool.num_connected())
-        return {f"actor_wait_{name}": s / num_streams for name, s in seconds.items()}
+        num_streams = max(1, self._num_streams, self._pool.num_connected())  # they come and go
+        waits = self._pool.waits()
+        with self._lock:
+            for name, seconds in waits.items():
+                more = (seconds - self._waits.get(name, 0.0)) / num_streams
+                self._mean_waits[f"actor_wait_{name}"] += more
+            self._waits = waits
+            return dict(self._mean_waits)
 
     def metrics(self):
         with self._lock:
