@@ -127,6 +127,8 @@ def main(argv=None):
         is_safe = flags.insecure or any(credentials.load(flags).values())
         if flags.learner and flags.server_address:
             raise ValueError("--learner dials in, --server_address serves: give only one")
+        if flags.learner and flags.insecure:
+            raise ValueError("--insecure is for a server, or for a learner that listens")
         if flags.learner:
             expand_addresses(flags.learner, "--learner")
             addresses = [None] * flags.num_servers

@@ -69,6 +69,25 @@ def check_credentials(tls, auth_token):
         raise ValueError("auth_token should be printable ASCII without spaces")
 
 
+def pem_bytes(tls):
+    """Return PEM texts as bytes."""
+    return [text if isinstance(text, bytes) else text.encode() for text in tls]
+
+
+def split_address(address):
+    """Return host and port of "host:port"; an IPv6 address is in brackets, which the host keeps.
+
+    Raises:
+      ValueError: it is no such text.
+    """
+    match = re.fullmatch(r"(\[[^\[\]]+\]|[^:\[\]]+):(\d{1,5})", address)
+    if not match or int(match[2]) >= 2**16:
+        raise ValueError(
+            f"the address {address!r} should be host:port, with a port below {2**16:,}"
+        )
+    return match[1], int(match[2])
+
+
 class TokenCheck:
     """Compares tokens, and logs refused streams at a limited rate."""
 
@@ -90,7 +109,7 @@ class TokenCheck:
                 f"from {peer}"
             )
         problem = "learner has none" if token is None else "learner has another one"
-        return f"this server asks for a token, but the {problem}: give both one --auth_token_file"
+        return f"this server asks for a token, but the {problem}: give both ends the same"
 
 
 class Throttle:

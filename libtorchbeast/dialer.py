@@ -10,13 +10,16 @@ import functools
 import logging
 import queue
 import random
+import traceback
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from libtorchbeast import access, rpcenv_pb2, wire
 from libtorchbeast.session import PROTOCOL_VERSION, Session
 
 PAUSES = (0.2, 1, 2, 4, 8)  # seconds before another attempt, by the number of failures in a row
+ENOUGH_ACTIONS = 200  # of a stream, after which the pauses are short again
 LOG_INTERVAL = 10  # seconds between two lines about a learner that is waited for
 METHOD = "/rpcenv.RPCLearner/StreamingLearner"
 
@@ -32,13 +35,21 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
-# What another attempt would not change.
-_FINAL = {
-    grpc.StatusCode.FAILED_PRECONDITION: "the learner at {} says: {}",
+_TEXTS = {
     grpc.StatusCode.UNAUTHENTICATED: "refused by the learner at {}: {}",
     grpc.StatusCode.UNIMPLEMENTED: "the learner at {} is of a version that environments cannot "
     "dial in to: update it ({})",
+    grpc.StatusCode.UNAVAILABLE: "the learner at {} cannot be reached, or has gone: {}",
+    grpc.StatusCode.CANCELLED: "the learner at {} has ended, or this stream hangs",
 }
+# What another attempt would not change.
+_FINAL = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+# What is no fault: learners end, and come later than their environments.
+_IN_ORDER = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED
 
 
 class Dialer:
@@ -64,7 +75,7 @@ class Dialer:
     ):  # fmt: skip
         access.check_credentials(tls, auth_token)
         self._addresses, self._next = list(addresses), first
-        self._log = access.PeerLog()
+        self._log, self._throttle = access.PeerLog(), access.Throttle()
         busy_since = [0.0] if busy_since is None else busy_since
         self._session = None if play else Session(env_class, make_environments, env, self._log)
         self.play = play or functools.partial(self._session.play, busy_since=busy_since, slot=0)
@@ -85,7 +96,7 @@ class Dialer:
             address = self._addresses[self._next % len(self._addresses)]
             stream = _Stream(self, address, None if has_played else started)
             error = stream.run()
-            has_played |= stream.has_played
+            has_played |= stream.num_actions > 0
             if self._reason is not None:
                 raise RuntimeError(self._reason)
             if error is None:  # it was there to tell the spaces, or the learner ends
@@ -94,9 +105,12 @@ class Dialer:
                 continue
             if (stream.is_refused and not has_played) or not self._reconnect:
                 raise RuntimeError(error)
-            self._log.error("lost", address, error)
+            if count := self._throttle.count():
+                level = logging.INFO if stream.is_in_order else logging.ERROR
+                more = f" ({count} streams since the last such line)" if count > 1 else ""
+                logging.log(level, "%s%s", error, more)
             self._next += 1
-            num_failures = 1 if stream.has_played else num_failures + 1
+            num_failures = 1 if stream.num_actions >= ENOUGH_ACTIONS else num_failures + 1
             pause = PAUSES[min(num_failures, len(PAUSES)) - 1] * random.uniform(0.5, 1.5)
             self._wait(pause)
 
@@ -106,7 +120,7 @@ class Dialer:
         self._news.put("stop")
 
     def give_up(self, reason):
-        """End `run` by a RuntimeError when the learner has ended the stream."""
+        """End `run` by a RuntimeError, once the stream that calls this has ended."""
         self._reason = reason
 
     def num_failures(self):
@@ -120,16 +134,22 @@ class Dialer:
 
 
 class _Stream:
-    """One stream to a learner. Attributes: has_played, is_refused."""
+    """One stream to a learner.
+
+    Attributes:
+      num_actions: that have come.
+      is_refused: for good.
+      is_in_order: it was lost since the learner ended, or is not there yet.
+    """
 
     def __init__(self, dialer, address, started):
         self._dialer, self._address, self._started = dialer, address, started
-        self.has_played = self.is_refused = False
+        self.num_actions, self.is_refused, self.is_in_order = 0, False, False
         self._error = None
         self._calls = queue.SimpleQueue()  # the call, once there is one
 
     def run(self):
-        """Play until the stream ends; return why, None where the learner has ended it in order."""
+        """Play until the stream ends; return why, for a log; None: in order."""
         dialer, call = self._dialer, None
         num_failures = dialer.num_failures()
         with _open_channel(self._address, dialer._tls) as channel:
@@ -140,18 +160,15 @@ class _Stream:
             while dialer._wait(LOG_INTERVAL) != self:
                 if dialer._is_stopped:
                     call.cancel()
-                elif not self.has_played:
+                elif self.num_actions == 0:
                     logging.info("Waiting for the learner at %s", self._address)
         if dialer.num_failures() > num_failures:
             self._error = "the environments failed"
         elif self._error is None and call.code() != grpc.StatusCode.OK:
-            self.is_refused = call.code() in _FINAL
-            text = "the learner at {} cannot be reached, or has gone: {}"
-            if call.code() == grpc.StatusCode.CANCELLED:
-                text = "the learner at {} has ended, or this stream hangs"
-            text = _FINAL.get(call.code(), text)
-            self._error = text.format(self._address, access.printable(call.details() or ""))
-        return self._error
+            self.is_refused, self.is_in_order = call.code() in _FINAL, call.code() in _IN_ORDER
+            text = _TEXTS.get(call.code(), "the learner at {} says: {}")
+            self._error = text.format(self._address, call.details())
+        return self._error and access.printable(self._error)
 
     def _steps(self):
         """Yield serialized Steps to be sent."""
@@ -159,37 +176,43 @@ class _Stream:
             call = self._calls.get()
             hello = rpcenv_pb2.Action.FromString(next(call))
             if hello.protocol_version != PROTOCOL_VERSION:
-                self._refuse(f"the learner at {self._address} speaks protocol version "
-                             f"{hello.protocol_version}, but these environments speak "
-                             f"{PROTOCOL_VERSION}: update the older one")  # fmt: skip
-                return
-            options = wire.read_stream_options(dict(hello.options))
-            yield from self._dialer.play(options, self._count(call), self._address)
+                self.is_refused, self._error = (
+                    True,
+                    (
+                        f"the learner at {self._address} speaks protocol version "
+                        f"{hello.protocol_version}, but these environments speak "
+                        f"{PROTOCOL_VERSION}: update the older one"
+                    ),
+                )
+                yield rpcenv_pb2.Step(error=self._error).SerializeToString()
+            else:
+                options = wire.read_stream_options(dict(hello.options))
+                yield from self._dialer.play(options, self._count(call), self._address)
+            next(call, None)  # so that the last Step arrives before the connection is closed
         except grpc.RpcError:  # of which the call has the status
             pass
         except StopIteration:
-            self._error = "the learner has ended the stream before it began"
+            self._error = f"the learner at {self._address} has ended the stream before it began"
+        except (ValueError, DecodeError) as error:
+            self._error = f"the learner at {self._address} sent a malformed message: {error}"
         except Exception as error:
-            self._error = f"the learner sent a malformed message: {error}"
+            logging.error("%s", access.printable(traceback.format_exc()))
+            self._error = f"the stream to {self._address} failed: {error!r}"
         finally:
             self._dialer._news.put(self)
 
-    def _refuse(self, reason):
-        self._error, self.is_refused = reason, True
-
     def _count(self, call):
         for request in call:
-            if not self.has_played:
-                self.has_played = True
-                if self._started is not None:
-                    self._started(self._address)
+            self.num_actions += 1
+            if self.num_actions == 1 and self._started is not None:
+                self._started(self._address)
             yield request
 
 
 def _open_channel(address, tls):
     if tls is None:
         return grpc.insecure_channel(address, _OPTIONS)
-    ca, certificate, key = (t if isinstance(t, bytes) else t.encode() for t in tls)
+    ca, certificate, key = access.pem_bytes(tls)
     return grpc.secure_channel(
         address, grpc.ssl_channel_credentials(ca, key, certificate), _OPTIONS
     )

@@ -31,10 +31,10 @@ The learner: polybeast.py --listen ADDRESS --envs_per_stream 1. Needs numpy, grp
 """
 
 import queue
-import re
 import threading
 
 from libtorchbeast import rpcenv_pb2, wire
+from libtorchbeast.access import split_address
 from libtorchbeast.dialer import Dialer
 from libtorchbeast.rows import Rows, read_step, write_observation
 from libtorchbeast.session import PROTOCOL_VERSION
@@ -66,8 +66,7 @@ class EnvClient:
         self, address, observation_space, action_space, *,
         env="", reconnect=True, tls=None, auth_token=None,
     ):  # fmt: skip
-        if not re.fullmatch(r"unix:.+|([^:]+|\[.+\]):\d{1,5}", address):
-            raise ValueError(f"the address is {address!r}; it should be host:port")
+        split_address(address)
         self.spaces = spaces_to_json(observation_space, action_space, 1)
         self._observation_space = space_to_dict(observation_space)
         self._action_space = space_to_dict(action_space)
@@ -207,8 +206,8 @@ class EnvClient:
         """Have streams until there will be no more: a thread."""
         try:
             self._dialer.run()
-        except RuntimeError as error:
-            self._events.put(str(error))
+        except Exception as error:
+            self._events.put(str(error) or repr(error))
 
     def _play(self, options, requests, address):
         """Yield serialized Steps that the user's thread has sent, in a thread of gRPC's."""

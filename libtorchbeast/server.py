@@ -249,7 +249,7 @@ def _bind(server, address, is_safe, tls):
         elif tls is None:
             port = server.add_insecure_port(address)
         else:
-            ca, certificate, key = (t if isinstance(t, bytes) else t.encode() for t in tls)
+            ca, certificate, key = access.pem_bytes(tls)
             credentials = grpc.ssl_server_credentials(
                 [(key, certificate)], ca, require_client_auth=True
             )

@@ -104,8 +104,9 @@ def test_the_first_environment_tells_its_spaces_to_all_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [("--listen 0.0.0.0:5000", "0.0.0.0:5000: other machines may reach it, .*--auth_token_file"),
-     ("--listen nowhere", "--listen is 'nowhere'; it should be host:port"),
-     ("--listen 127.0.0.1:65536", "--listen is '127.0.0.1:65536'"),
+     ("--listen nowhere", "--listen: the address 'nowhere' should be host:port"),
+     ("--listen 127.0.0.1:65536", "'127.0.0.1:65536' should be .* below 65,536"),
+     ("--listen a..b:5000 --insecure", "cannot listen at a..b:5000: "),
      ("--listen 127.0.0.1:0 --num_actors 2", "--num_actors 2 are streams to servers"),
      ("--listen 127.0.0.1:0 --max_streams 1e9", "--max_streams 1000000000 may need .* open files"),
      ("--listen 192.0.2.1:5000 --insecure", "cannot listen at 192.0.2.1:5000: ")],
@@ -120,7 +121,9 @@ def test_bad_flags_of_a_learner_are_refused(words, message, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("words", "message"),
     [("--learner a:1 --server_address b:2", "--learner dials in, --server_address serves"),
-     ("--learner nowhere", "--learner has 'nowhere'; give host:port")],
+     ("--learner nowhere", "--learner has 'nowhere'; give host:port"),
+     ("--learner a:0", "--learner has 'a:0'; give host:port"),
+     ("--learner a:1 --insecure", "--insecure is for a server")],
 )  # fmt: skip
 def test_bad_flags_of_environments_are_refused(words, message):
     with pytest.raises(SystemExit, match=f"^polybeast_env.py: {message}"):

@@ -3,6 +3,7 @@
 
 import os
 import platform
+import re
 import signal
 import sys
 import uuid
@@ -123,3 +124,21 @@ def test_a_folder_that_learners_do_not_share_is_refused(cluster, mark, tmp_path)
             status, output = program.end()
     *_, line = output.splitlines()
     assert status == 1 and f"--savedir {tmp_path} is not on a file system that learners" in line
+
+
+@pytest.mark.whole
+def test_what_cannot_run_ends_it_with_the_reason(cluster, mark, tmp_path):
+    cluster.add_node(num_cpus=3)
+    start_it = f"--address {cluster.address} --num_env_processes 1"
+    for words, reason, line in (
+        ("-- --env NoGame --savedir", "KeyError: 'NoGame'", "all environments have ended by"),
+        (
+            "--num_learners 2 -- --savedir /proc/none --env",
+            "",
+            "a learner cannot run: .*/proc/none",
+        ),
+    ):
+        status, output = run(SCRIPT, start_it, words, tmp_path, "--disable_cuda --xpid run")
+        assert status == 1 and reason in output, output
+        assert re.match(f"polybeast_ray.py: {line}", output.splitlines()[-1]), output
+        wait_until(lambda: not marked(mark, "catch_"))

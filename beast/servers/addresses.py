@@ -6,6 +6,7 @@ import os
 import re
 
 from beast.processes.lifetime import MAX_SOCKET_PATH
+from libtorchbeast.access import split_address
 
 FOLDER_PREFIX = "polybeast-"  # of the temporary folders that learners make for sockets
 
@@ -27,10 +28,7 @@ def consecutive_addresses(address, num_servers):
         addresses = [address] if num_servers == 1 else addresses
         _check_path(addresses[-1])
         return addresses
-    match = re.fullmatch(r"(\[.+\]|[^:\[\]]+):(\d{1,5})", address)
-    if not match:
-        raise ValueError(f"the address {address!r} should be host:port or unix:/path")
-    host, port = match[1], int(match[2])
+    host, port = split_address(address)  # or unix:/path
     if not 1 <= port <= port + num_servers - 1 < 2**16:
         raise ValueError(
             f"with --num_servers {num_servers} the address {address} takes the ports "
@@ -44,8 +42,8 @@ def expand_addresses(text, flag="--server_addresses"):
     addresses = []
     for part in text.split(","):
         match = re.fullmatch(r"(unix:.+)|([^:]+|\[.+\]):(\d+)(?:-(\d+))?", part.strip())
-        first, last = (int(match[3] or 0), int(match[4] or match[3] or 0)) if match else (1, 0)
-        if not 0 <= first <= last < 2**16:
+        first, last = (int(match[3] or 1), int(match[4] or match[3] or 1)) if match else (0, 0)
+        if not 1 <= first <= last < 2**16:
             raise ValueError(
                 f"{flag} has {part!r}; give host:port, host:first_port-last_port or "
                 "unix:/path, separated by commas"

@@ -4,14 +4,13 @@
 import contextlib
 import logging
 import os
-import re
 import resource
 import socket
 import threading
 
 import libtorchbeast
 from beast.errors import EnvError
-from libtorchbeast.access import check_address
+from libtorchbeast.access import check_address, split_address
 
 SPARE_FILES = 1024  # descriptors for all else, and for connections of strangers
 GRACE = 5  # seconds for the log's thread to end
@@ -38,27 +37,34 @@ class Listening:
 
 def check_listen(flags):
     """Raise ValueError where --listen or --max_streams cannot be served."""
-    own_address(flags)
+    try:
+        own_address(flags)
+    except ValueError as error:
+        raise ValueError(f"--listen: {error}") from None
     is_safe = flags.insecure or flags.tls_cert or flags.auth_token_file
     try:
         check_address(flags.listen, is_safe)
     except RuntimeError as error:
         raise ValueError(f"--listen: {error}") from None
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < 2 * flags.max_streams + SPARE_FILES:
+    if hard != resource.RLIM_INFINITY and hard < _num_files(flags):
         raise ValueError(
-            f"--max_streams {flags.max_streams} may need {2 * flags.max_streams + SPARE_FILES:,} "
-            f"open files, but the limit is {hard:,} (ulimit -Hn): raise it, or take fewer"
+            f"--max_streams {flags.max_streams} may need {_num_files(flags):,} open files, but the "
+            f"limit is {hard:,} (ulimit -Hn): raise it, or take fewer"
         )
+
+
+def _num_files(flags):
+    return 2 * flags.max_streams + SPARE_FILES
 
 
 def own_address(flags, local_rank=0):
     """Return host and port of this learner: several on a machine have consecutive ports."""
-    match = re.fullmatch(r"\[(.+)\]:(\d{1,5})|([^:\[\]]+):(\d{1,5})", flags.listen)
-    port = int(match[2] or match[4]) + local_rank if match else 0
-    if not match or port >= 2**16:
-        raise ValueError(f"--listen is {flags.listen!r}; it should be host:port")
-    return match[1] or match[3], port
+    host, port = split_address(flags.listen)
+    port += local_rank if port else 0  # 0: any that is free
+    if port >= 2**16:
+        raise ValueError(f"learner {local_rank} of this machine would have port {port:,}")
+    return host.strip("[]"), port
 
 
 @contextlib.contextmanager
@@ -72,16 +78,17 @@ def listen(flags, credentials, group=None):
     Raises:
       EnvError: the address cannot be listened at.
     """
-    host, port = own_address(flags, 0 if group is None else group.local_rank)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * flags.max_streams + SPARE_FILES
+    needed = _num_files(flags)
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     try:
+        host, port = own_address(flags, 0 if group is None else group.local_rank)
         family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         port_socket = socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        raise EnvError(f"cannot listen at {host}:{port}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise EnvError(f"cannot listen at {flags.listen}: {reason}") from None
     # Else gRPC logs a line for each connection that TLS refuses, and strangers could fill a disk.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     with port_socket:

@@ -92,8 +92,9 @@ def server_main(run_server, flags, address, seed, pipe, busy_since):
         status = 0
     except (ValueError, RuntimeError, ImportError, OSError) as error:
         send("error", str(error) or type(error).__name__, format_cause(error))
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        send("error", f"{type(error).__name__}: {error}", format_cause(error))
     # Streams' threads may still be creating environments. An interpreter that ends beneath them
     # aborts, or prints that environments have leaked. What was registered for the exit, such as
     # that of the environments' own processes, happens all the same.

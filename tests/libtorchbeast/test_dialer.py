@@ -3,10 +3,13 @@
 
 import contextlib
 import itertools
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 
 import counting
 import grpc
@@ -21,7 +24,7 @@ from program import HELPERS, ROOT
 from rig import STATE, Rig, act_zero, by_environment, check_chain, check_rows
 from stream import make_many
 
-from libtorchbeast import ClosedBatchingQueue, rpcenv_pb2
+from libtorchbeast import ClosedBatchingQueue, dialer, rpcenv_pb2
 
 pytestmark = pytest.mark.timeout(120, method="thread")
 
@@ -167,13 +170,17 @@ def test_another_version_is_refused_with_both_numbers(start, rig):
     assert code == grpc.StatusCode.FAILED_PRECONDITION and text in details
     assert other.heard[0].protocol_version == 1
 
+    told = []
+
     def speak(requests, context):
         yield rpcenv_pb2.Action(protocol_version=2)
+        told.append(next(requests).error)
 
     newer = start(FakeLearner(speak))
     text = f"the learner at {newer.address} speaks protocol version 2, but these environments "
     with pytest.raises(RuntimeError, match=text + "speak 1: update the older one"):
         DialerThread(counting.OldCounting, newer.address).result()
+    assert re.search(text, *told)
 
 
 def test_a_server_of_environments_is_no_learner(start):
@@ -188,6 +195,8 @@ def test_no_more_streams_than_allowed(start, rig, caplog):
     wait_until(lambda: learner.pool.num_connected() == 1)
     second = start(DialerThread(counting.OldCounting, learner.address))
     wait_until(lambda: "has 1 streams already, and no more" in caplog.text)
+    event = Thread(learner.listener.next_event).result()
+    assert event.startswith("refused 127.0.0.1:") and "(its --max_streams)" in event
     first.stop()
     wait_until(lambda: second.accepted)
 
@@ -209,11 +218,14 @@ def test_streams_come_and_go_and_take_the_places_of_others(start, rig):
     for thing in (stay, go):
         thing.stop()
     wait_until(lambda: learner.pool.num_connected() == 0 == len(learner.pool.silences()))
-    learner.wait_for_event(r"stream \d: the environments at [\d.:]+ have come; streams now: \d")
-    learner.wait_for_event(r"stream \d: the environments at .* was lost.*; streams now: \d")
+    learner.wait_for_event(
+        r"stream \d: the environment process at [\d.:]+ has come; streams now: \d"
+    )
+    learner.wait_for_event(r"stream \d: the environment process at .* was lost.*; streams now: \d")
 
 
 def test_the_next_learner_is_tried_when_one_is_gone(start, caplog):
+    caplog.set_level(logging.INFO)
     ports = [Port(), start(Port())]
     rigs = [start(Rig([], act_zero, (), listener=port.listener)) for port in ports]
     addresses = [port.address for port in ports]
@@ -231,9 +243,19 @@ def test_the_next_learner_is_tried_when_one_is_gone(start, caplog):
 def test_a_failing_environment_is_named_and_tried_again(start, rig, caplog):
     learner = rig(act_zero, ())
     start(DialerThread(counting.Raising, learner.address))
-    learner.wait_for_event("the environments at .* says: .*RuntimeError: the ball is lost")
+    learner.wait_for_event("the environment process at .* says: .*RuntimeError: the ball is lost")
     wait_until(lambda: learner.pool.num_reconnects() >= 1)
     assert "the ball is lost" in caplog.text
+
+
+def test_pauses_grow_while_streams_fail_though_they_played_a_little(start, rig, monkeypatch):
+    monkeypatch.setattr(dialer, "PAUSES", (0.01, 0.01, 600))
+    learner, seeds = rig(act_zero, ()), []
+    make = make_many(counting.Raising, 1, seeds)
+    start(DialerThread(None, learner.address, make_environments=make))
+    wait_until(lambda: len(seeds) == 3)
+    time.sleep(1)
+    assert len(seeds) == 3
 
 
 def test_a_stream_that_says_nothing_any_more_is_cut_off(start, rig):
@@ -330,7 +352,7 @@ def test_servers_and_dialers_fill_the_same_batches(start, rig):
     )
     assert set(itertools.islice(actors, 60)) == {0, 1}
     assert [peer.partition(" at ")[0] for _, peer, *_ in learner.pool.silences()] == [
-        "the environment server", "the environments",
+        "the environment server", "the environment process",
     ]  # fmt: skip
 
 

@@ -295,7 +295,7 @@ BAD = {
     "end": (lambda client: client.observe([0], 0, 7), "terminated is 7"),
     "step": (lambda client: client.step([0], 0), "call reset"),
     "reset": (lambda client: (client.observe([0]), client.reset([0])), "has not ended"),
-    "address": (lambda client: EnvClient("here", NUMBER, THREE), "'here'; it should be host:port"),
+    "address": (lambda client: EnvClient("here", NUMBER, THREE), "'here' should be host:port"),
     "spaces": (lambda client: EnvClient("a:1", NUMBER, {"type": "Discrete"}), "'dtype'"),
     "kind": (lambda client: EnvClient("a:1", NUMBER, gym.spaces.Text(3)), "Text.* cannot be sent"),
 }
