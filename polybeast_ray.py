@@ -80,7 +80,7 @@ class Host:
         """Run a program; return its status, negative where a signal ended it or `stop` did."""
         # The path has to be the same for all learners, and good for an environment's processes.
         token = f"/proc/{'self' if is_learner else os.getpid()}/fd/{TOKEN_FD}"
-        environment = os.environ | variables
+        environment = os.environ | {name: str(value) for name, value in variables.items()}
         environment.pop("OMP_NUM_THREADS", None)  # which Ray sets to 1
         child = subprocess.Popen(
             [sys.executable, script, *words, "--auth_token_file", token, "--end_with_stdin"],
@@ -90,7 +90,7 @@ class Host:
         if self._stops[0] in ready:
             child.terminate()
         status = child.wait()
-        if not is_learner:
+        if not is_learner and status != 1:  # 1: it cannot run, and has said why
             time.sleep(PAUSE)
             os._exit(1)  # Ray starts this actor again, elsewhere if this node is gone
         return -signal.SIGTERM if self._stops[0] in ready else status
@@ -124,10 +124,10 @@ def connect(flags):
 
 
 def start_hosts(name, number, token, needs, **options):
+    options |= {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "max_concurrency": 3}
     # Else Ray kills the children of actors: a learner could not save.
-    runtime_env = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}}
-    options |= {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0)}
-    host = ray.remote(Host).options(max_concurrency=3, runtime_env=runtime_env, **options)
+    options["runtime_env"] = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}}
+    host = ray.remote(Host).options(**options)
     return [host.remote(f"{name} {i}", token) for i in range(number)]
 
 
@@ -150,9 +150,8 @@ def check_savedir(learners, ips, savedir):
 
 def start_learners(flags, learners, words):
     """Start their programs; return the calls that run them, and addresses for environments."""
-    ips = ["127.0.0.1"] * len(learners)
-    if flags.address:
-        ips = call(learners, ray.util.get_node_ip_address)
+    find_ip = ray.util.get_node_ip_address
+    ips = call(learners, find_ip) if flags.address else ["127.0.0.1"] * len(learners)
     gpus, port = call(learners, os.getenv, "CUDA_VISIBLE_DEVICES", ""), random.choice(PORTS)
     if len(learners) > 1:
         check_savedir(learners, ips, value_of("savedir", words))
@@ -166,7 +165,6 @@ def start_learners(flags, learners, words):
             "MASTER_ADDR": ips[0], "MASTER_PORT": port + len(learners),
             "CUDA_VISIBLE_DEVICES": ",".join(gpus[other] for other in here),
         } if len(learners) > 1 else {}  # fmt: skip
-        variables = {name: str(value) for name, value in variables.items()}
         calls.append(learner.run.remote(LEARNER_SCRIPT, words, variables, is_learner=True))
         addresses.append(f"{ip}:{port + here.index(rank)}")  # where it listens
     return calls, addresses
@@ -175,7 +173,7 @@ def start_learners(flags, learners, words):
 def train(flags, needs, words, token, stop):
     """Start learners and environments; return the learners' statuses, negative for those lost."""
     learners = start_hosts("learner", flags.num_learners, token, needs)
-    environments = []
+    environments, plays = [], []
     logging.info("Waiting until learners have a node: %d", len(learners))
     try:
         waiting = [learner.call.remote(os.getpid) for learner in learners]
@@ -189,10 +187,12 @@ def train(flags, needs, words, token, stop):
             scheduling_strategy="SPREAD", max_restarts=-1, max_task_retries=-1,
         )  # fmt: skip
         env_words = ["--num_servers", "1", "--learner_flags", json.dumps(flags.words), "--learner"]
-        for environment, address in zip(environments, itertools.cycle(addresses), strict=False):
-            environment.run.remote(ENV_SCRIPT, [*env_words, address], {}, is_learner=False)
+        for host, address in zip(environments, itertools.cycle(addresses), strict=False):
+            plays.append(host.run.remote(ENV_SCRIPT, [*env_words, address], {}, is_learner=False))
         statuses, stopping = {}, []
         while len(statuses) < len(calls):
+            if len(ray.wait(plays, num_returns=len(plays), timeout=0)[0]) == len(plays):
+                raise FlagError("all environments have ended by themselves: see above")
             if not stopping and (stop.first or any(statuses.values())):
                 stopping = [learner.stop.remote() for learner in learners]
             for done in ray.wait([c for c in calls if c not in statuses], timeout=1)[0]:
@@ -202,6 +202,8 @@ def train(flags, needs, words, token, stop):
                     logging.error("A learner was lost: %s", " ".join(str(error).split()))
                     statuses[done] = LOST
         return [statuses[c] for c in calls]
+    except ray.exceptions.RayTaskError as error:
+        raise FlagError(f"a learner cannot run: {error.cause}") from None
     except ray.exceptions.RayError as error:
         logging.error("A learner was lost: %s", " ".join(str(error).split()))
         return [LOST]
@@ -220,9 +222,8 @@ def main(argv=None):
     words = [*flags.words, "--xpid", xpid, "--savedir", savedir]
     token, num_failures, is_first = secrets.token_hex(32), 0, True
     try:
-        for word in flags.words:
-            if word.partition("=")[0] in OWN:
-                raise FlagError(f"{word} is not for this program: leave it out")
+        if own := [word for word in flags.words if word.partition("=")[0] in OWN]:
+            raise FlagError(f"{own[0]} is not for this program: leave it out")
         needs = connect(flags)
         stop.catch()  # Ray has set handlers of its own
         while not stop.first:
