@@ -27,6 +27,7 @@ import time
 
 import numpy as np
 
+from beast.parser import positive
 from libtorchbeast import EnvClient
 
 FACTORS = (0.5, 0.8, 1.0, 1.25, 2.0)  # of the rate, by action
@@ -137,11 +138,14 @@ def measure(policy, late, num_episodes=50):
 def main():
     parser = argparse.ArgumentParser("congestion.py", description="Links that learn their rate.")
     parser.add_argument("--learner", metavar="HOST:PORT", help="Play for this learner.")
-    parser.add_argument("--links", default=16, type=int, help="Links.")
+    parser.add_argument("--links", default=16, type=positive(int), help="Links.")
     flags = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if flags.learner:
-        return play(flags.learner, flags.links)
+        try:
+            return play(flags.learner, flags.links)
+        except (ConnectionError, ValueError) as error:  # it has refused us, or is no address
+            parser.exit(1, f"congestion.py: {error}\n")
     for late in (0, 3, 6, 9):
         for policy in (probe, find_best):
             print(f"{policy.__name__}, {late} ticks late: {measure(policy, late):.0f}")

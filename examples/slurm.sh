@@ -36,7 +36,7 @@ mkdir -p "$folder"
     --auth_token_file "$folder/token"
   printf -- '--num_servers "$SLURM_CPUS_PER_TASK"\n'
 } >"$folder/environments"
-scancel --name="$name-env"  # of this job before its node was lost
+scancel --name="$name-env" || true  # of this job before its node was lost
 sbatch "$folder/environments"
 
 srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
@@ -52,7 +52,7 @@ trap 'again=yes; kill -TERM "$learning"' TERM
 status=0
 wait "$learning" || status=$?  # a signal cuts it short
 [ -z "$again" ] || wait "$learning" || true
-scancel --name="$name-env"
+scancel --name="$name-env" || true  # which must not keep it from being requeued
 if [ "$again" ]; then
   scontrol requeue "$SLURM_JOB_ID"
 else
