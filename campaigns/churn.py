@@ -45,9 +45,8 @@ def dial(address):
 
 
 def start(address):
-    return subprocess.Popen(
-        [sys.executable, __file__, "--dial", address], stderr=subprocess.DEVNULL
-    )
+    command = [sys.executable, __file__, "--dial", address]  # ends with its standard input
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
 def play(minutes, most, learner, address, recorder):
