@@ -41,7 +41,7 @@ from beast.envs.environments import Environments, try_out
 from beast.envs.parallel import EnvironmentGroups, check_groups
 from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
-from beast.learners import devices, nets
+from beast.learners import compiling, devices, nets
 from beast.learners.learner import Learner
 from beast.learners.replay import Replay
 from beast.learners.replay_feed import ReplayFeed, to_tensors
@@ -249,6 +249,7 @@ def sample_action(outputs):
     return u.tanh(), (log_prob - log_slope).sum(dim=-1)
 
 
+@compiling.optional
 def compute_critic_loss(flags, model, target_model, x, action, next_x, returns, discounts):
     """Return the critics' loss, a mean over the batch and a sum over the critics; and metrics.
 
@@ -275,7 +276,8 @@ def compute_critic_loss(flags, model, target_model, x, action, next_x, returns, 
     return loss, {"critic_loss": loss.detach(), "mean_value": values.detach().mean()}
 
 
-def compute_actor_loss(model, x):
+@compiling.optional
+def compute_actor_loss(flags, model, x):
     """Return the actor's loss, a mean over the batch, and the mean log density of its actions."""
     if not model.is_sac:
         return -model.critics(x, model.actor(x).tanh())[0].mean(), None
@@ -325,7 +327,7 @@ def learn(flags, model, target_model, sample, optimizers, num_updates):
     metrics["grad_norm"] = step_down(optimizers["critics"], critic_loss, parameters["critics"])
     if (num_updates + 1) % flags.policy_delay == 0:
         with devices.autocast(flags, x.device):
-            actor_loss, log_prob = compute_actor_loss(model, x)
+            actor_loss, log_prob = compute_actor_loss(flags, model, x)
         metrics["actor_loss"] = actor_loss.detach()
         if model.is_sac:
             metrics |= {"entropy": -log_prob, "alpha": model.log_alpha.detach().exp()}

@@ -17,6 +17,7 @@ import torch
 from beast.envs import envpool_envs
 from beast.errors import EnvError, FlagError, format_cause
 from beast.learners import elastic, torchrun
+from beast.learners.compiling import check_compiler
 from beast.parser import Parser, folder_name, non_negative, positive
 from beast.processes.lifetime import exit_on_signals, exit_with_parent, socket_folder, start_logging
 from beast.processes.machine import keep_freed_memory
@@ -68,6 +69,7 @@ def create_parser(program, description, without=(), env="PongNoFrameskip-v4"):
     add(run, "disable_cuda", action="store_true", help="Learn on the CPU.")
     add(run, "precision", choices=["fp32", "bf16"], help="Number format of convolutional and dense "
         "layers. Default: bf16 on devices that are faster in it.")
+    add(run, "compile", action="store_true", help="Compile the loss (torch.compile).")
     add(run, "write_profiler_trace", action="store_true",
         help="Write a PyTorch profiler trace of 20 updates into the run's folder.")
     add(run, "stall_timeout_s", default=60, type=positive(float), help="Seconds of silence until a "
@@ -177,6 +179,8 @@ def _fill_in(parser, argv, flags):
     plays = flags.mode != "train" or not takes_env_of_others(flags)
     if plays and flags.env_backend == "envpool":
         envpool_envs.check_installed()
+    if flags.mode == "train":
+        check_compiler(flags)
     if flags.mode == "train" and not flags.disable_checkpoint:
         checkpoint.to_bytes(vars(flags), "flags")
     return flags

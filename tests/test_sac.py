@@ -143,7 +143,7 @@ def test_the_actor_climbs_the_value_and_leaves_critics_alone(algorithm):
     model, _ = create_nets(flags)
     x = sample.rows["frame"][0]
     torch.manual_seed(0)
-    loss, log_prob = sac.compute_actor_loss(model, x)
+    loss, log_prob = sac.compute_actor_loss(flags, model, x)
     torch.manual_seed(0)
     if algorithm == "sac":
         action, densities = sac.sample_action(model.actor(x))

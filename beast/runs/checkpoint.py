@@ -22,7 +22,7 @@ from beast.runs.randomness import random_states, restore_random_states
 # Flags of one call, which a checkpoint does not bring back.
 NOT_RESUMED = (
     "mode", "xpid", "savedir", "disable_checkpoint", "disable_cuda", "pipes_basename",
-    "write_profiler_trace", "best", "end_with_stdin", "record_video", "result_file",
+    "write_profiler_trace", "compile", "best", "end_with_stdin", "record_video", "result_file",
     "render_mode", "wandb", "chosen", "fp32_devices", "rank", "num_learners", "elastic",
     # Nor shall a checkpoint from elsewhere open a port, or choose which secret is sent to servers.
     "listen", "insecure", "tls_cert", "tls_key", "tls_ca", "auth_token_file",

@@ -18,8 +18,8 @@ def add_flags(parser):
     """Add the flags of both ends."""
     group = parser.add_argument_group("who may connect (see SECURITY.md)")
     # fmt: off
-    group.add_argument("--tls_cert", metavar="FILE", help="PEM certificate of this end. That "
-                       "of the end that listens must name its host.")
+    group.add_argument("--tls_cert", metavar="FILE", help="PEM certificate of this end; who "
+                       "listens is named in it.")
     group.add_argument("--tls_key", metavar="FILE", help="PEM private key of this end.")
     group.add_argument("--tls_ca", metavar="FILE",
                        help="PEM certificate of the authority that signed the other end's.")

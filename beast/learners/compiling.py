@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--compile: losses and their gradients as machine code made for this net, by torch.compile."""
+
+import functools
+import logging
+
+import torch
+
+from beast.errors import FlagError
+
+
+def check_compiler(flags):
+    """Raise FlagError where --compile finds no compiler."""
+    if not flags.compile:
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes seconds to import
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:
+        raise FlagError(f"--compile finds no C++ compiler: install g++ ({error})") from None
+    # Else it would have processes of its own, which outlive a program that is killed.
+    torch._inductor.config.compile_threads = 1
+
+
+def optional(function):
+    """Have a function compiled at its first call if the flags, its first argument, say so.
+
+    What cannot be compiled runs as it is, which the log says once. The function should have no
+    other effects than its result: a part of it may have run before that is known.
+    """
+    compiled = None
+
+    @functools.wraps(function)
+    def run(flags, *args):
+        nonlocal compiled
+        if not flags.compile:
+            return function(flags, *args)
+        if compiled is None:
+            logging.info("Compiling %s, for up to a minute", function.__name__)
+            compiled = torch.compile(function)
+        try:
+            return compiled(flags, *args)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            result = function(flags, *args)  # raises what is wrong with the function itself
+            reason = str(error).strip().partition("\n")[0]
+            logging.warning("%s cannot be compiled, and runs as it is: %s", run.__name__, reason)
+            compiled = function
+            return result
+
+    return run

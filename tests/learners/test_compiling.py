@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--compile: the same results, plain names, and functions that cannot be compiled."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from beast.errors import FlagError
+from beast.learners import compiling
+
+FLAGS = SimpleNamespace(compile=True)
+
+
+@compiling.optional
+def compute_loss(flags, net, x):
+    return (net(x) - 1).square().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_compiled_loss_has_the_same_gradient_and_changes_no_name(dtype):
+    net, x = nn.Linear(5, 3).to(dtype), torch.randn(7, 5, dtype=dtype)
+    losses, gradients, names = [], [], list(net.state_dict())
+    for compiled in (False, True):
+        net.zero_grad()
+        losses.append(compute_loss(SimpleNamespace(compile=compiled), net, x))
+        losses[-1].backward()
+        gradients.append([p.grad.clone() for p in net.parameters()])
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients)
+    assert list(net.state_dict()) == names
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """torch.compile that refuses at the first call, as it does."""
+
+    def compile_it(function):
+        def refuse(*args):
+            raise torch._dynamo.exc.Unsupported("this branch depends on data\nand more")
+
+        return refuse
+
+    monkeypatch.setattr(torch, "compile", compile_it)
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once(refusing, caplog):
+    @compiling.optional
+    def double(flags, x):
+        return 2 * x
+
+    assert [double(FLAGS, x) for x in (1, 2, 3)] == [2, 4, 6]
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert line == "double cannot be compiled, and runs as it is: this branch depends on data"
+
+
+def test_an_error_of_the_function_itself_is_raised(refusing):
+    @compiling.optional
+    def fail(flags):
+        raise KeyError("no such row")
+
+    with pytest.raises(KeyError, match="no such row"):
+        fail(FLAGS)
+
+
+def test_without_a_compiler_it_is_refused_before_anything_starts(monkeypatch):
+    compiling.check_compiler(FLAGS)
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    with pytest.raises(FlagError, match="--compile finds no C\\+\\+ compiler: install g\\+\\+"):
+        compiling.check_compiler(FLAGS)
+    compiling.check_compiler(SimpleNamespace(compile=False))
