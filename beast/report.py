@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare runs as the field asks for it: interquartile means with intervals, profiles, a picture.
+
+    python -m beast.report new=RUN new=RUN ... old=RUN ... --output report    report.md, report.png
+
+Runs with the same label are one agent; each agent has the same games, and as many runs on each. A
+run's score is its mean return of the last 100 games, at the end or at --steps, human-normalized: 0
+is a random player, 1 a human one. runs/statistics.py has the formulas.
+"""
+
+import argparse
+import csv
+import itertools
+import pathlib
+import sys
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from beast.parser import positive
+from beast.runs import statistics
+from beast.runs.curves import RETURNS, PlotError, group, read_run
+
+# Of DQN Zoo: no-op starts, at most 30 minutes a game. Video Pinball swamps any mean.
+SCORES = pathlib.Path(__file__).parent / "runs" / "atari57.csv"
+STATISTICS = {
+    "interquartile mean": statistics.interquartile_mean,
+    "median": statistics.median,
+    "mean": statistics.mean,
+    "optimality gap": statistics.optimality_gap,
+}
+COLORS = ["#0072b2", "#d55e00", "#008060", "#b0478f", "#a87900", "#6b5b50"]
+
+# fmt: off
+parser = argparse.ArgumentParser(
+    prog="python -m beast.report", description="Compare agents by few runs on several games.",
+    allow_abbrev=False)
+parser.add_argument("runs", nargs="+", metavar="RUN",
+                    help="Folder of a run, or its logs.csv; LABEL=RUN says of which agent.")
+parser.add_argument("--output", default="report", metavar="NAME",
+                    help="NAME.md and NAME.png are written. Default: %(default)s.")
+parser.add_argument("--steps", type=positive(int),
+                    help="Compare after so many agent steps. Default: at the end of each run.")
+parser.add_argument("--scores", type=pathlib.Path, metavar="FILE", default=SCORES,
+                    help="CSV of game, score of a random player, and of one that counts as 1. "
+                    "Default: Atari's 57 games and their human players.")
+# fmt: on
+
+
+def read_references(path):
+    """Return a dict from games to the scores that count as 0 and as 1."""
+    try:
+        with open(path, newline="") as file:
+            rows = list(csv.reader(file))[1:]
+        references = {row[0]: (float(row[1]), float(row[2])) for row in rows}
+    except (OSError, ValueError, IndexError) as error:
+        raise PlotError(f"cannot read {path}: {error}") from None
+    if equal := [game for game, (low, high) in references.items() if low == high]:
+        raise PlotError(f"{path}: the two scores of {equal[0]} are equal")
+    return references
+
+
+def name_game(run):
+    """Return the game as the table of scores writes it: beam_rider of BeamRiderNoFrameskip-v4."""
+    env = str(run.meta.get("flags", {}).get("env"))
+    name = env.split("/")[-1].split("-v")[0].removesuffix("NoFrameskip")
+    words = (f"_{c.lower()}" if c.isupper() else c for c in name)
+    is_atari = "/" not in env or env.startswith("ALE/")  # MinAtar has games of the same names
+    return "".join(words).lstrip("_") if is_atari else env
+
+
+def score(run, steps):
+    """Return the mean return of a run's last 100 games, at its end or after so many steps."""
+    columns = [run.columns[name] for name in RETURNS if name in run.columns]
+    known = [c for c in columns if np.isfinite(c).any()]
+    if not known:
+        raise PlotError(f"{run.path} has no return yet: leave it out")
+    if steps is not None and run.columns["steps"][-1] < steps:
+        raise PlotError(
+            f"{run.path} ends at {run.columns['steps'][-1]:,.0f} steps, before --steps {steps:,}"
+        )
+    inside = np.isfinite(known[0])
+    if steps is not None:
+        inside &= run.columns["steps"] <= steps
+        if not inside.any():
+            raise PlotError(f"{run.path} has no return yet after --steps {steps:,}: give more")
+    return known[0][inside][-1]
+
+
+def tabulate(groups, steps):
+    """Return games, and for each agent its scores [runs, games]."""
+    scores = {}
+    for label, runs in groups.items():
+        by_game = {}
+        for run in runs:
+            by_game.setdefault(name_game(run), []).append(score(run, steps))
+        scores[label] = by_game
+    first, by_game = next(iter(scores.items()))
+    games = sorted(by_game)
+    for label, own in scores.items():
+        if missing := set(games) ^ set(own):
+            raise PlotError(f"only one of {first} and {label} has runs of {', '.join(missing)}")
+        if len(counts := {len(values) for values in own.values()}) > 1:
+            listed = ", ".join(f"{game} {len(own[game])}" for game in games)
+            raise PlotError(f"{label} needs as many runs of each game: {listed} ({min(counts)}?)")
+    return games, {label: np.array([own[g] for g in games]).T for label, own in scores.items()}
+
+
+def normalize(games, scores, references, path):
+    """Return scores in which 0 is a random player, and 1 the one of the table."""
+    if missing := [game for game in games if game not in references]:
+        raise PlotError(
+            f"{path} has no scores of {', '.join(missing)}: give others by --scores FILE"
+        )
+    low, high = np.array([references[game] for game in games]).T
+    return {label: (values - low) / (high - low) for label, values in scores.items()}
+
+
+def describe(games, scores, normalized):
+    """Return the report in Markdown, without the picture."""
+    lines = [f"| | runs | {' | '.join(STATISTICS)} |", "|---" * (2 + len(STATISTICS)) + "|"]
+    for label, values in normalized.items():
+        cells = []
+        for statistic in STATISTICS.values():
+            low, high = statistics.interval(statistic, values)
+            cells.append(f"{statistic(values):.3f} ({low:.3f} to {high:.3f})")
+        size = f"{len(values)} x {len(games)} games"
+        lines.append(f"| {label} | {size} | {' | '.join(cells)} |")
+    if len(normalized) > 1:
+        lines += ["", "| | probability of improvement |", "|---|---|"]
+    for (label, values), (other, others) in itertools.permutations(normalized.items(), 2):
+        probability = statistics.probability_of_improvement(values, others)
+        low, high = statistics.interval(
+            statistics.probability_of_improvement, values, others, num_samples=2000
+        )
+        lines.append(f"| {label} over {other} | {probability:.2f} ({low:.2f} to {high:.2f}) |")
+    lines += ["", f"| game | {' | '.join(scores)} |", "|---" * (1 + len(scores)) + "|"]
+    for i, game in enumerate(games):
+        cells = [", ".join(map(show, values[:, i])) for values in scores.values()]
+        lines.append(f"| {game} | {' | '.join(cells)} |")
+    lines += ["", "Normalized scores; intervals of 95 % by a stratified bootstrap."]
+    return "\n".join(lines) + "\n"
+
+
+def show(value):
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}"
+
+
+def draw(normalized, path):
+    """Draw intervals and performance profiles."""
+    figure = Figure(figsize=(12, 1.8 + 0.4 * max(5, len(normalized))), layout="constrained")
+    panels = list(figure.subplots(1, len(STATISTICS) + 1, width_ratios=[1, 1, 1, 1, 2]))
+    for panel, (name, statistic) in zip(panels, STATISTICS.items(), strict=False):
+        for i, values in enumerate(normalized.values()):
+            low, high = statistics.interval(statistic, values)
+            color = COLORS[i % len(COLORS)]
+            panel.barh(-i, high - low, left=low, height=0.6, color=color, alpha=0.4)
+            panel.plot([statistic(values)] * 2, [-i - 0.3, -i + 0.3], color=color)
+        panel.set_yticks(-np.arange(len(normalized)), normalized if panel is panels[0] else [])
+        panel.set_title(name, fontsize=10)
+        panel.use_sticky_edges = False  # else a bar that begins leftmost has no margin
+        panel.margins(x=0.1)
+        panel.grid(axis="x", alpha=0.3)
+    highest = max(values.max() for values in normalized.values())
+    levels = np.linspace(0, max(1.0, highest), 100)
+    for i, (label, values) in enumerate(normalized.items()):
+        low, high = statistics.interval(
+            lambda x: statistics.profile(x, levels), values, num_samples=1000
+        )
+        color = COLORS[i % len(COLORS)]
+        panels[-1].plot(levels, statistics.profile(values, levels), color=color, label=label)
+        panels[-1].fill_between(levels, low, high, color=color, alpha=0.2, lw=0)
+    panels[-1].set_title("share of runs with a score above", fontsize=10)
+    panels[-1].grid(alpha=0.3)
+    panels[-1].legend()
+    figure.savefig(path, dpi=110)
+
+
+def main(argv=None):
+    flags = parser.parse_args(argv)
+    notes = []
+    runs = [read_run(argument, notes) for argument in flags.runs]
+    labels = {run.label for run in runs}
+    if "" in labels and len(labels) > 1:
+        raise PlotError("some runs have a label and some have none: write LABEL=RUN for all")
+    groups = group(runs) if "" not in labels else {"runs": runs}
+    games, scores = tabulate(groups, flags.steps)
+    normalized = normalize(games, scores, read_references(flags.scores), flags.scores)
+    text = describe(games, scores, normalized)
+    output = pathlib.Path(flags.output)
+    picture, table = (output.with_name(f"{output.name}{end}") for end in (".png", ".md"))
+    draw(normalized, picture)
+    table.write_text(f"{text}\n![Intervals and performance profiles]({picture.name})\n")
+    print(*notes, text, sep="\n")
+    print(f"Wrote {table} and {picture}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (PlotError, OSError) as error:
+        sys.exit(f"{parser.prog}: {error}")

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics of few runs on several games. Scores are arrays [runs, games]. No torch here.
+
+After Agarwal et al. (2021), "Deep reinforcement learning at the edge of the statistical precipice".
+Intervals are of 95 %, by percentiles of a bootstrap that is stratified: runs are drawn again for
+each game by itself.
+"""
+
+import numpy as np
+
+SEED, CHUNK = 0, 1000  # of the bootstrap; samples at a time, which bounds the memory
+
+
+def interquartile_mean(scores):
+    """Return the mean of the middle half of all scores, [..., runs, games] -> [...]."""
+    flat = np.sort(scores.reshape(*scores.shape[:-2], -1), axis=-1)
+    cut = flat.shape[-1] // 4
+    return flat[..., cut : flat.shape[-1] - cut].mean(axis=-1)
+
+
+def median(scores):
+    """Return the median over games of their mean scores."""
+    return np.median(scores.mean(axis=-2), axis=-1)
+
+
+def mean(scores):
+    return scores.mean(axis=(-2, -1))
+
+
+def optimality_gap(scores):
+    """Return by how much scores fall short of 1, on average."""
+    return 1 - np.minimum(scores, 1).mean(axis=(-2, -1))
+
+
+def profile(scores, levels):
+    """Return for each level the share of scores above it, [..., runs, games] -> [..., levels]."""
+    return (scores[..., None] > levels).mean(axis=(-3, -2))
+
+
+def probability_of_improvement(scores, others):
+    """Return how probably a run has a higher score than one of the others, averaged over games.
+
+    Args:
+      scores, others: [..., runs, games], of as many runs each as there are.
+    """
+    difference = scores[..., :, None, :] - others[..., None, :, :]
+    return (0.5 + 0.5 * np.sign(difference)).mean(axis=(-3, -2, -1))
+
+
+def interval(statistic, *scores, num_samples=10_000):
+    """Return lowest and highest value, [2, ...], of a statistic of one or more arrays of scores."""
+    random = np.random.default_rng(SEED)
+    values = []
+    for begin in range(0, num_samples, CHUNK):
+        size = min(CHUNK, num_samples - begin)
+        values.append(statistic(*(draw_again(s, size, random) for s in scores)))
+    return np.percentile(np.concatenate(values), [2.5, 97.5], axis=0)
+
+
+def draw_again(scores, num_samples, random):
+    """Return samples [num_samples, runs, games], in each game of the runs that it has."""
+    runs = random.integers(len(scores), size=(num_samples, *scores.shape))
+    return np.take_along_axis(scores[None], runs, axis=1)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics beside those of rliable 1.2.0, which does not load beside pandas 3; and the report."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from beast import report
+from beast.runs import statistics
+from beast.runs.curves import PlotError
+
+A = np.array(
+    [[2.154, 4.261, 1.565, 1.065], [2.183, 3.407, 0.443, 1.119], [1.718, 1.695, 0.839, 3.958],
+     [1.451, 3.916, 0.757, 0.604], [5.939, 5.355, 0.158, 1.811]]
+)  # fmt: skip
+B = np.array(
+    [[2.154, 2.805, 1.413, 1.922], [4.403, 3.082, 0.964, 1.271], [2.634, 4.372, 1.569, 1.236],
+     [1.975, 8.218, 1.552, 2.21], [4.093, 8.827, 0.452, 2.003]]
+)  # fmt: skip
+# rliable's values, and its intervals with 50,000 samples.
+VALUES = {"A": [1.8168, 2.2002, 2.2199, 0.10995], "B": [2.1906, 2.3901, 2.85775, 0.0292]}
+LOWS = {"A": [1.4015, 1.4275, 1.7234, 0.0400], "B": [1.9439, 1.9355, 2.2664, 0.0]}
+HIGHS = {"A": [2.5772, 3.0192, 2.7734, 0.1875], "B": [2.7044, 2.8658, 3.4839, 0.0840]}
+LEVELS = np.array([0, 0.5, 1, 2, 4, 8])
+
+
+@pytest.mark.parametrize(("name", "scores"), [("A", A), ("B", B)])
+@pytest.mark.parametrize("i", range(4))
+def test_statistics_and_intervals_are_rliables(name, scores, i):
+    statistic = list(report.STATISTICS.values())[i]
+    assert statistic(scores) == pytest.approx(VALUES[name][i], abs=1e-5)
+    low, high = statistics.interval(statistic, scores, num_samples=50_000)
+    tolerance = 0.02 * max(1, HIGHS[name][i] - LOWS[name][i])
+    assert [low, high] == pytest.approx([LOWS[name][i], HIGHS[name][i]], abs=tolerance)
+
+
+def test_profile_and_probability_of_improvement_are_rliables():
+    assert statistics.profile(A, LEVELS) == pytest.approx([1, 0.9, 0.75, 0.4, 0.15, 0])
+    lows, highs = statistics.interval(lambda x: statistics.profile(x, LEVELS), A)
+    assert lows == pytest.approx([1, 0.8, 0.65, 0.25, 0, 0], abs=0.051)
+    assert highs == pytest.approx([1, 1, 0.85, 0.55, 0.3, 0], abs=0.051)
+    assert statistics.probability_of_improvement(B, A) == pytest.approx(0.695)  # with one tie
+    low, high = statistics.interval(statistics.probability_of_improvement, B, A, num_samples=20_000)
+    assert [low, high] == pytest.approx([0.505, 0.86], abs=0.011)
+
+
+def test_runs_are_drawn_again_within_their_game():
+    scores = np.arange(6.0).reshape(3, 2)
+    samples = statistics.draw_again(scores, 500, np.random.default_rng(1))
+    assert samples.shape == (500, 3, 2)
+    assert set(samples[..., 0].flat) == {0, 2, 4} and set(samples[..., 1].flat) == {1, 3, 5}
+    assert len({tuple(s) for s in samples[..., 0]}) == 27  # also differently in either game
+    assert (samples[:, :, 1] - samples[:, :, 0] != 1).any()
+
+
+def write_run(folder, env, returns):
+    """Write a run whose returns are logged every 1,000 steps."""
+    folder.mkdir(parents=True)
+    with open(folder / "logs.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["_tick", "_time", "step", "mean_game_return"])
+        writer.writerows([i, i, 1000 * (i + 1), value] for i, value in enumerate(returns))
+    (folder / "meta.json").write_text(json.dumps({"flags": {"env": env}, "command": ["x.py"]}))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Arguments: two agents, each with two runs of Pong and two of Beam Rider."""
+    arguments = []
+    for label, better in (("old", 0), ("new", 1)):
+        for seed in (1, 2):
+            for env, values in (
+                ("PongNoFrameskip-v4", ["", -20, 14 + better + seed / 10]),
+                ("ALE/BeamRider-v5", ["", 500, 5000 + 1000 * better]),
+            ):
+                folder = write_run(
+                    tmp_path / f"{label}-{env[:5]}-{seed}".replace("/", ""), env, values
+                )
+                arguments.append(f"{label}={folder}")
+    return arguments
+
+
+def test_a_report_has_tables_and_a_picture(runs, tmp_path, capsys):
+    report.main([*runs, "--output", str(tmp_path / "out")])
+    text = (tmp_path / "out.md").read_text()
+    assert "| new over old | 1.00 (1.00 to 1.00) |" in text and "| old over new | 0.00 (" in text
+    assert "| beam_rider | 5,000, 5,000 | 6,000, 6,000 |" in text
+    assert "| pong | 14.1, 14.2 | 15.1, 15.2 |" in text
+    # Of a random player Pong's score is -20.7, of a human one 14.6; Beam Rider's 363.9, 16926.5.
+    middle = ((14.1 + 20.7) / (14.6 + 20.7) + (5000 - 363.9) / (16926.5 - 363.9)) / 2
+    assert f"| old | 2 x 2 games | {middle:.3f} (" in text
+    assert (tmp_path / "out.png").stat().st_size > 10_000 and "out.png" in text
+    assert text.splitlines()[0] in capsys.readouterr().out
+
+
+def test_scores_are_those_at_the_steps_that_are_asked_for(runs, tmp_path):
+    report.main([*runs, "--output", str(tmp_path / "out"), "--steps", "2500"])
+    assert "| pong | -20.0, -20.0 | -20.0, -20.0 |" in (tmp_path / "out.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(lambda runs, _: runs[:-1], "new needs as many runs of each game: beam_rider 1, pong 2"),
+     (lambda runs, _: runs[:4] + runs[4::2], "only one of old and new has runs of beam_rider"),
+     (lambda runs, _: [*runs, runs[0].partition("=")[2]], "some have none: write LABEL=RUN"),
+     (lambda runs, _: [*runs, "--steps", "9000"], "ends at 3,000 steps, before --steps 9,000"),
+     (lambda runs, _: [*runs, "--steps", "1500"], "no return yet after --steps 1,500"),
+     (lambda runs, path: [write_run(path / "x", "MinAtar/Breakout-v0", [1, 2])],
+      "no scores of MinAtar/Breakout-v0: give others by --scores"),
+     (lambda runs, path: [*runs, "--scores", path / "none.csv"], "cannot read .*none.csv")],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_refused(change, message, runs, tmp_path):
+    with pytest.raises(PlotError, match=message):
+        report.main([str(word) for word in change(runs, tmp_path)])
+    assert not list(tmp_path.glob("*.md"))
+
+
+def test_other_games_with_scores_of_ones_own(tmp_path):
+    table = tmp_path / "scores.csv"
+    table.write_text("game,low,high\nMinAtar/Breakout-v0,0,10\n")
+    run = write_run(tmp_path / "x", "MinAtar/Breakout-v0", [1, 5])
+    report.main([str(run), "--scores", str(table), "--output", str(tmp_path / "out")])
+    assert "| runs | 1 x 1 games | 0.500 (" in (tmp_path / "out.md").read_text()
