@@ -61,12 +61,15 @@ CASES = [
     Case("100 bytes, 8 streams", (100,), 0, 8, 32, 2, goal=200_000),
     Case("4x84x84, newest frame only, dialed in", (4, 84, 84), 4, 2, 32, 2, dial_in=True),
     Case("100 bytes, dialed in", (100,), 0, 2, 32, 2, dial_in=True),
+    # From a process each, as those that dial in.
+    Case("100 bytes, 8 streams, 8 servers", (100,), 0, 8, 32, 8),
     Case("100 bytes, 8 streams, dialed in", (100,), 0, 8, 32, 8, dial_in=True),
     Case("100 bytes, as forks use it", (100,), 0, 8, 1, 2, fork=True, goal=10_000),
     *(
         Case(f"newest frame only, {n} x 32 environments", (4, 84, 84), 4, n, 32, 2)
         for n in (1, 2, 4, 8, 16, 32)
     ),
+    Case("newest frame only, 8 x 32 environments, 8 servers", (4, 84, 84), 4, 8, 32, 8),
     Case(
         "newest frame only, 8 x 32 environments, dialed in", (4, 84, 84), 4, 8, 32, 8, dial_in=True
     ),
@@ -124,7 +127,7 @@ def server_main(case, address, pipe):
     # As polybeast_env.py sets it: gRPC's older way to wait for sockets needs fewer threads.
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener,-event_engine_client")
     if case.dial_in:
-        libtorchbeast.Dialer(None, [address], make_environments=make).run(pipe.send)
+        libtorchbeast.Dialer(None, [address], make_environments=make).run()
     else:
         libtorchbeast.Server(None, address, make_environments=make).run(pipe.send)
 

@@ -120,7 +120,7 @@ def main():
             failures.append(f"{name} has grown from {lows[0][name]} to {lows[-1][name]}")
     if "Traceback" in output or status != 128 + signal.SIGTERM or most == 0:
         failures.append(output[-3000:])
-    return "\n".join(failures)
+    return "\n".join(failures) or None
 
 
 if __name__ == "__main__":
