@@ -149,8 +149,8 @@ exploration.add_argument("--epsilon_steps", default=100_000, type=positive(int),
                          help="Agent steps of epsilon annealing.")
 
 adam = parser.add_argument_group("optimizer (Adam)")
-adam.add_argument("--learning_rate", default=1e-4, type=positive(float), help="Learning rate.")
-adam.add_argument("--epsilon", default=3e-4, type=positive(float), help="Adam epsilon.")
+adam.add_argument("--learning_rate", default=2.5e-4, type=positive(float), help="Learning rate.")
+adam.add_argument("--epsilon", default=1.5e-4, type=positive(float), help="Adam epsilon.")
 adam.add_argument("--grad_norm_clipping", default=10.0, type=positive(float),
                   help="Largest gradient norm of the loss, a mean over the batch.")
 
