@@ -48,7 +48,7 @@ from beast.envs import gym_envs
 from beast.envs.environments import Environments, create_environments, try_out
 from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
-from beast.learners import compiling, devices, nets
+from beast.learners import devices, nets
 from beast.learners.learner import Learner
 from beast.learners.replay import Replay
 from beast.learners.replay_feed import ReplayFeed, to_tensors
@@ -363,7 +363,7 @@ def run_net(flags, model, rows, agent_state, begin, end):
     return torch.cat(logits)
 
 
-@compiling.optional
+@devices.compiled
 def compute_loss(flags, model, target_model, sample):
     """Return the loss of a Sample of tensors, a mean over its transitions; metrics; priorities [B].
 

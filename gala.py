@@ -42,7 +42,7 @@ from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
 from beast.gossip.agents import Agents
 from beast.gossip.population import AgentMemory, Consensus, Population, flatten, make_equal
-from beast.learners import compiling, devices, nets
+from beast.learners import devices, nets
 from beast.learners.learner import Learner, create_state, raise_squares
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
@@ -176,7 +176,7 @@ def net_arguments(flags):
     return {}
 
 
-@compiling.optional
+@devices.compiled
 def compute_loss(flags, model, batch, initial_agent_state):
     """Return A2C's loss of rollouts ([T + 1, N, ...] each), a mean over their transitions."""
     with devices.autocast(flags, batch["reward"].device):

@@ -40,7 +40,7 @@ from beast.actors.weights import SharedWeights
 from beast.envs import gym_envs
 from beast.envs.environments import create_environments, try_out
 from beast.flags import create_parser, parse_flags, run_program
-from beast.learners import compiling, devices, learner_group, nets, rollout_replay
+from beast.learners import devices, learner_group, nets, rollout_replay
 from beast.learners.learner import Learner
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
@@ -204,7 +204,7 @@ def compute_entropy_loss(logits, mask):
     return torch.sum(torch.where(mask, torch.sum(log_policy.exp() * finite, dim=-1), 0))
 
 
-@compiling.optional
+@devices.compiled
 def compute_loss(flags, model, batch, initial_agent_state):
     """Return the loss of a batch of rollouts ([T + 1, B, ...] each), summed over T and B.
 

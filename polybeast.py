@@ -39,7 +39,7 @@ import vtrace
 from beast.actors.weights import LocalWeights
 from beast.errors import FlagError
 from beast.flags import add_server_flags, create_parser, parse_flags, run_program
-from beast.learners import compiling, devices, learner_group, nets, rollout_replay
+from beast.learners import devices, learner_group, nets, rollout_replay
 from beast.learners.learner import Learner
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
@@ -231,7 +231,7 @@ def compute_entropy_loss(logits, mask):
     return torch.sum(torch.where(mask, torch.sum(log_policy.exp() * finite, dim=-1), 0))
 
 
-@compiling.optional
+@devices.compiled
 def compute_loss(flags, model, batch, initial_agent_state):
     """Return the loss of a batch of rollouts ([T + 1, B, ...] each), summed over T and B.
 

@@ -41,7 +41,7 @@ from beast.envs.environments import Environments, try_out
 from beast.envs.parallel import EnvironmentGroups, check_groups
 from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
-from beast.learners import compiling, devices, nets
+from beast.learners import devices, nets
 from beast.learners.learner import Learner
 from beast.learners.normalizer import Normalizer, RewardScaler
 from beast.nest import map_nest
@@ -279,7 +279,7 @@ def compute_policy_loss(flags, log_rhos, advantages, kl, kl_penalty, mask):
     return policy_loss
 
 
-@compiling.optional
+@devices.compiled
 def compute_loss(flags, model, batch, initial_agent_state):
     """Return the loss of a minibatch ([T, N, ...] each), a mean over its transitions.
 

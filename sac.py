@@ -41,7 +41,7 @@ from beast.envs.environments import Environments, try_out
 from beast.envs.parallel import EnvironmentGroups, check_groups
 from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
-from beast.learners import compiling, devices, nets
+from beast.learners import devices, nets
 from beast.learners.learner import Learner
 from beast.learners.replay import Replay
 from beast.learners.replay_feed import ReplayFeed, to_tensors
@@ -249,7 +249,7 @@ def sample_action(outputs):
     return u.tanh(), (log_prob - log_slope).sum(dim=-1)
 
 
-@compiling.optional
+@devices.compiled
 def compute_critic_loss(flags, model, target_model, x, action, next_x, returns, discounts):
     """Return the critics' loss, a mean over the batch and a sum over the critics; and metrics.
 
@@ -276,7 +276,7 @@ def compute_critic_loss(flags, model, target_model, x, action, next_x, returns, 
     return loss, {"critic_loss": loss.detach(), "mean_value": values.detach().mean()}
 
 
-@compiling.optional
+@devices.compiled
 def compute_actor_loss(flags, model, x):
     """Return the actor's loss, a mean over the batch, and the mean log density of its actions."""
     if not model.is_sac:

@@ -165,7 +165,7 @@ def test_a_run_survives_servers_killed_hanging_or_silent(survived):
     assert reconnects == sorted(reconnects) and reconnects[0] == 0 and reconnects[-1] >= 3
     (line,) = set(re.findall(r"No environment server answers: .*", survived.output))
     assert survived.near in line and survived.far in line
-    assert "The environment servers play Catch" in survived.output
+    assert "The environments play Catch" in survived.output
     assert survived.checkpoint["flags"]["env"] == "Catch"
 
 

@@ -14,6 +14,7 @@ import time
 
 import torch
 
+from beast.learners.compiling import optional as compiled  # noqa: F401 - programs use it
 from beast.nest import map_nest
 
 

@@ -30,7 +30,7 @@ NOT_SETTINGS = {  # flags in which the runs of one curve may differ
     "pipes_basename", "server_addresses", "tls_cert", "tls_key", "tls_ca", "auth_token_file",
     "checkpoint_interval_s", "stall_timeout_s", "best", "result_file", "record_video",
     "chosen", "fp32_devices", "rank", "num_learners", "elastic", "listen", "max_streams",
-    "insecure", "spaces",
+    "insecure", "spaces", "compile",
 }  # fmt: skip
 
 

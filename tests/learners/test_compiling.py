@@ -20,7 +20,7 @@ def compute_loss(flags, net, x):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_compiled_loss_has_the_same_gradient_and_changes_no_name(dtype):
+def test_a_compiled_loss_has_the_same_gradient_and_plain_names(dtype):
     net, x = nn.Linear(5, 3).to(dtype), torch.randn(7, 5, dtype=dtype)
     losses, gradients, names = [], [], list(net.state_dict())
     for compiled in (False, True):
@@ -46,7 +46,7 @@ def refusing(monkeypatch):
     monkeypatch.setattr(torch, "compile", compile_it)
 
 
-def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once(refusing, caplog):
+def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(refusing, caplog):
     @compiling.optional
     def double(flags, x):
         return 2 * x
@@ -65,7 +65,7 @@ def test_an_error_of_the_function_itself_is_raised(refusing):
         fail(FLAGS)
 
 
-def test_without_a_compiler_it_is_refused_before_anything_starts(monkeypatch):
+def test_without_a_compiler_it_is_refused(monkeypatch):
     compiling.check_compiler(FLAGS)
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
     with pytest.raises(FlagError, match="--compile finds no C\\+\\+ compiler: install g\\+\\+"):

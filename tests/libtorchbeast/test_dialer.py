@@ -248,7 +248,7 @@ def test_a_failing_environment_is_named_and_tried_again(start, rig, caplog):
     assert "the ball is lost" in caplog.text
 
 
-def test_pauses_grow_while_streams_fail_though_they_played_a_little(start, rig, monkeypatch):
+def test_pauses_grow_though_streams_play_a_little(start, rig, monkeypatch):
     monkeypatch.setattr(dialer, "PAUSES", (0.01, 0.01, 600))
     learner, seeds = rig(act_zero, ()), []
     make = make_many(counting.Raising, 1, seeds)

@@ -182,7 +182,7 @@ def test_a_learner_that_waits_logs_broken_environments_once():
     assert "malformed message" in port.events[0] and len(port.events) == 2  # the other at the end
 
 
-def test_a_learner_that_waits_refuses_what_does_not_fit_and_takes_the_next():
+def test_what_does_not_fit_is_refused_and_the_next_is_taken():
     def check_fit(handshake):
         if handshake["env"] != "Catch":
             raise EnvError(f"another game, {handshake['env']}")
