@@ -61,7 +61,7 @@ class Host:
     """An actor: runs a program as its child, which ends with it."""
 
     def __init__(self, name, token):
-        self._name = name
+        self._name, self._start = name, time.monotonic()
         memory = os.memfd_create("token")  # no file, which a node that is lost would keep
         os.fchmod(memory, 0o600)
         os.write(memory, token.encode())
@@ -77,7 +77,7 @@ class Host:
         return function(*args)
 
     def run(self, script, words, variables, is_learner):
-        """Run a program; return its status, negative where a signal ended it or `stop` did."""
+        """Run a program; return its status, < 0 of a signal; of environments if they cannot run."""
         # The path has to be the same for all learners, and good for an environment's processes.
         token = f"/proc/{'self' if is_learner else os.getpid()}/fd/{TOKEN_FD}"
         environment = os.environ | {name: str(value) for name, value in variables.items()}
@@ -90,7 +90,7 @@ class Host:
         if self._stops[0] in ready:
             child.terminate()
         status = child.wait()
-        if not is_learner and status != 1:  # 1: it cannot run, and has said why
+        if not is_learner and (status != 1 or time.monotonic() > self._start + MIN_SECONDS):
             time.sleep(PAUSE)
             os._exit(1)  # Ray starts this actor again, elsewhere if this node is gone
         return -signal.SIGTERM if self._stops[0] in ready else status

@@ -310,8 +310,9 @@ void Listener::query(const StreamOptions& options, EnvStream::Seconds answer_tim
     Lock lock(mutex_);
     asked.erase(std::find(asked.begin(), asked.end(), stream));
     if (!is_over && !failure.empty()) events_.report_rarely("query", failure);
+    if (is_over || has_answer) return failure;
     if (error) check_error = error;
-    has_answer = has_answer || (failure.empty() && !error);
+    has_answer = failure.empty() && !error;
     return failure;
   };
   const auto use = begin_use(play, kMaxAsked);

@@ -106,7 +106,8 @@ class Dialer:
             if (stream.is_refused and not has_played) or not self._reconnect:
                 raise RuntimeError(error)
             if count := self._throttle.count():
-                level = logging.INFO if stream.is_in_order else logging.ERROR
+                level = logging.INFO if has_played else logging.WARNING
+                level = level if stream.is_in_order else logging.ERROR
                 more = f" ({count} streams since the last such line)" if count > 1 else ""
                 logging.log(level, "%s%s", error, more)
             self._next += 1
@@ -164,6 +165,8 @@ class _Stream:
                     logging.info("Waiting for the learner at %s", self._address)
         if dialer.num_failures() > num_failures:
             self._error = "the environments failed"
+        elif call.code() == grpc.StatusCode.CANCELLED and self.num_actions == 0:
+            pass  # it asked others, too, and needs one answer; if it has ended, a next try tells
         elif self._error is None and call.code() != grpc.StatusCode.OK:
             self.is_refused, self.is_in_order = call.code() in _FINAL, call.code() in _IN_ORDER
             text = _TEXTS.get(call.code(), "the learner at {} says: {}")
@@ -176,13 +179,11 @@ class _Stream:
             call = self._calls.get()
             hello = rpcenv_pb2.Action.FromString(next(call))
             if hello.protocol_version != PROTOCOL_VERSION:
-                self.is_refused, self._error = (
-                    True,
-                    (
-                        f"the learner at {self._address} speaks protocol version "
-                        f"{hello.protocol_version}, but these environments speak "
-                        f"{PROTOCOL_VERSION}: update the older one"
-                    ),
+                self.is_refused = True
+                self._error = (
+                    f"the learner at {self._address} speaks protocol version "
+                    f"{hello.protocol_version}, but these environments speak {PROTOCOL_VERSION}: "
+                    "update the older one"
                 )
                 yield rpcenv_pb2.Step(error=self._error).SerializeToString()
             else:

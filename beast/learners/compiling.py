@@ -3,10 +3,14 @@
 
 import functools
 import logging
+import os
 
 import torch
 
 from beast.errors import FlagError
+
+# Else each process that compiles has processes of its own for it, which outlive one that is killed.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def check_compiler(flags):
@@ -19,8 +23,6 @@ def check_compiler(flags):
         get_cpp_compiler()
     except Exception as error:
         raise FlagError(f"--compile finds no C++ compiler: install g++ ({error})") from None
-    # Else it would have processes of its own, which outlive a program that is killed.
-    torch._inductor.config.compile_threads = 1
 
 
 def optional(function):

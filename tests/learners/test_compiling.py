@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deadline import Thread
 from torch import nn
 
 from beast.errors import FlagError
@@ -31,6 +32,12 @@ def test_a_compiled_loss_has_the_same_gradient_and_plain_names(dtype):
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*gradients)
     assert list(net.state_dict()) == names
+
+
+def test_who_compiles_has_no_processes_for_it():
+    from torch._inductor import config
+
+    assert Thread(lambda: config.compile_threads).result() == 1  # of other threads, too
 
 
 @pytest.fixture

@@ -219,6 +219,24 @@ def test_a_learner_that_only_asks_for_the_spaces_is_not_noticed(learner, waits):
     assert rows["done"].tolist() == [True, False, False, False, False]
 
 
+def test_both_play_of_two_that_were_asked_for_the_spaces(learner):
+    def make():
+        return EnvClient(learner.address, NUMBER, THREE, env="Count", reconnect=False)
+
+    with make() as first, make() as second:
+        asking = Thread(learner.listener.query, None, 60)
+        wait_until(lambda: None not in (first._newest, second._newest))
+        acting = []
+        for client in (first, second):
+            client.observe([7])
+            acting.append(Thread(wait_until, lambda client=client: client.poll() is not None))
+            if client is first:
+                assert asking.result()["env"] == "Count"
+        learner.play()
+        for thread in acting:
+            thread.result()
+
+
 def test_a_lost_learner_is_dialed_again(caplog):
     address = free_address()
     with EnvClient(address, NUMBER, THREE, auth_token="secret") as client:
