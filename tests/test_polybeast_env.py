@@ -38,7 +38,7 @@ def choose(t, num_envs):
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [("--server_address nonsense", "'nonsense' should be host:port"),
+    [("--server_address nonsense", "65,536; or unix:/path"),
      ("--server_address :50051", "host:port"), ("--server_address ::1:50051", "host:port"),
      ("--server_address h:0", "0 to 1"), ("--server_address h:65536", "65536"),
      ("--server_address h:65530 --num_servers 7", "ports 65530 to 65536"),

@@ -25,29 +25,29 @@ def check_compiler(flags):
         raise FlagError(f"--compile finds no C++ compiler: install g++ ({error})") from None
 
 
-def optional(function):
+def compiled(function):
     """Have a function compiled at its first call if the flags, its first argument, say so.
 
     What cannot be compiled runs as it is, which the log says once. The function should have no
     other effects than its result: a part of it may have run before that is known.
     """
-    compiled = None
+    machine_code = None
 
     @functools.wraps(function)
     def run(flags, *args):
-        nonlocal compiled
+        nonlocal machine_code
         if not flags.compile:
             return function(flags, *args)
-        if compiled is None:
+        if machine_code is None:
             logging.info("Compiling %s, for up to a minute", function.__name__)
-            compiled = torch.compile(function)
+            machine_code = torch.compile(function)
         try:
-            return compiled(flags, *args)
+            return machine_code(flags, *args)
         except torch._dynamo.exc.TorchDynamoException as error:
             result = function(flags, *args)  # raises what is wrong with the function itself
             reason = str(error).strip().partition("\n")[0]
             logging.warning("%s cannot be compiled, and runs as it is: %s", run.__name__, reason)
-            compiled = function
+            machine_code = function
             return result
 
     return run

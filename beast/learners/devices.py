@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from beast.learners.compiling import optional as compiled  # noqa: F401 - programs use it
+from beast.learners.compiling import compiled as compiled  # programs use it
 from beast.nest import map_nest
 
 

@@ -28,7 +28,10 @@ def consecutive_addresses(address, num_servers):
         addresses = [address] if num_servers == 1 else addresses
         _check_path(addresses[-1])
         return addresses
-    host, port = split_address(address)  # or unix:/path
+    try:
+        host, port = split_address(address)
+    except ValueError as error:
+        raise ValueError(f"{error}; or unix:/path") from None
     if not 1 <= port <= port + num_servers - 1 < 2**16:
         raise ValueError(
             f"with --num_servers {num_servers} the address {address} takes the ports "

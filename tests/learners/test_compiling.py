@@ -15,7 +15,7 @@ from beast.learners import compiling
 FLAGS = SimpleNamespace(compile=True)
 
 
-@compiling.optional
+@compiling.compiled
 def compute_loss(flags, net, x):
     return (net(x) - 1).square().sum()
 
@@ -54,7 +54,7 @@ def refusing(monkeypatch):
 
 
 def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(refusing, caplog):
-    @compiling.optional
+    @compiling.compiled
     def double(flags, x):
         return 2 * x
 
@@ -64,7 +64,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(refusing, caplog):
 
 
 def test_an_error_of_the_function_itself_is_raised(refusing):
-    @compiling.optional
+    @compiling.compiled
     def fail(flags):
         raise KeyError("no such row")
 
