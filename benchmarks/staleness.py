@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do old policies cost, and what does V-trace win back? A run with an exact lag.
+"""What do old policies cost, and which correction wins it back? A run with an exact lag.
 
     python benchmarks/staleness.py --lag 8 --correction vtrace --batch_size 16 --xpid lag-8 [flags]
 
 This is MonoBeast with --deterministic, where each batch is one rollout of each environment and the
 policy that acts is always one update behind the one that learns. Here it is --lag updates behind,
 since the last lag + 1 versions of the weights are kept. Each update asserts the lag of its batch.
-`--correction none` sets the log importance weights to 0, for targets and advantages, as if the
-policy that learns had acted. All other flags, and the log, are MonoBeast's.
+corrections.py has the losses. All other flags, and the log, are MonoBeast's, with two more columns:
+`total_variation` and `second_moment` (of log rho), from the policy that acted to the one that
+learns.
 """
 
 import pathlib
 import sys
-import types
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+import corrections
+
 import monobeast
-import vtrace
 from beast.actors.weights import SharedWeights
+from beast.errors import FlagError
 from beast.flags import parse_flags, run_program
 from beast.parser import positive
 from beast.runs.run import Run
@@ -47,13 +49,6 @@ class CheckedRun(Run):
         super().record(update, batch)
 
 
-def without_correction(behavior_policy_logits, target_policy_logits, **arguments):
-    """Return V-trace's targets as if the policy that learns had acted, and the true log rhos."""
-    corrected = vtrace.from_logits(behavior_policy_logits, target_policy_logits, **arguments)
-    plain = vtrace.from_logits(target_policy_logits, target_policy_logits, **arguments)
-    return plain._replace(log_rhos=corrected.log_rhos)  # for the diagnostics alone
-
-
 def act(*arguments):
     """Be an actor: the process that is to run this function imports this file first."""
     monobeast_act(*arguments)
@@ -65,13 +60,14 @@ monobeast_act = monobeast.act
 def main():
     parser = monobeast.parser
     parser.add_argument("--lag", default=1, type=positive(int), help="In updates.")
-    parser.add_argument("--correction", default="vtrace", choices=["vtrace", "none"])
+    parser.add_argument("--correction", default="vtrace", choices=list(corrections.CORRECTIONS))
     parser.set_defaults(deterministic=True, disable_checkpoint=True)
     flags = parse_flags(parser)
+    if flags.compile:
+        raise FlagError("--compile is for the loss of monobeast.py alone: leave it out")
     monobeast.act, monobeast.Run = act, CheckedRun
     monobeast.SharedWeights = lambda model: OldWeights(model, flags.lag)
-    if flags.correction == "none":
-        monobeast.vtrace = types.SimpleNamespace(from_logits=without_correction)
+    monobeast.compute_loss = corrections.Loss()
     return monobeast.train(flags)
 
 
