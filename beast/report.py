@@ -5,7 +5,8 @@
 
 Runs with the same label are one agent; each agent has the same games, and as many runs on each. A
 run's score is its mean return of the last 100 games, at the end or at --steps, human-normalized: 0
-is a random player, 1 a human one. runs/statistics.py has the formulas.
+is a random player, 1 a human one. runs/statistics.py has the formulas. The picture has intervals,
+performance profiles, and interquartile means against steps; with --published, those of others, too.
 """
 
 import argparse
@@ -30,6 +31,7 @@ STATISTICS = {
     "optimality gap": statistics.optimality_gap,
 }
 COLORS = ["#0072b2", "#d55e00", "#008060", "#b0478f", "#a87900", "#6b5b50"]
+NUM_POINTS = 30  # of a curve of interquartile means
 
 # fmt: off
 parser = argparse.ArgumentParser(
@@ -44,6 +46,8 @@ parser.add_argument("--steps", type=positive(int),
 parser.add_argument("--scores", type=pathlib.Path, metavar="FILE", default=SCORES,
                     help="CSV of game, score of a random player, and of one that counts as 1. "
                     "Default: Atari's 57 games and their human players.")
+parser.add_argument("--published", type=pathlib.Path, metavar="FILE",
+                    help="CSV of agent, game, agent steps, and the mean return of others' runs.")
 # fmt: on
 
 
@@ -60,6 +64,26 @@ def read_references(path):
     return references
 
 
+def read_published(path, games):
+    """Return a dict from agents to dicts from steps to scores [1, games], where no game lacks."""
+    returns = {}
+    try:
+        with open(path, newline="") as file:
+            for agent, game, steps, value in list(csv.reader(file))[1:]:
+                returns.setdefault(agent, {}).setdefault(int(steps), {})[game] = float(value)
+    except (OSError, ValueError) as error:
+        raise PlotError(f"cannot read {path}: {error}") from None
+    published = {}
+    for agent, by_steps in returns.items():
+        for steps, by_game in sorted(by_steps.items()):
+            if by_game.keys() >= set(games):
+                row = np.array([[by_game[game] for game in games]])
+                published.setdefault(agent, {})[steps] = row
+    if not published:
+        raise PlotError(f"{path} has no agent with all of {', '.join(games)}")
+    return published
+
+
 def name_game(run):
     """Return the game as the table of scores writes it: beam_rider of BeamRiderNoFrameskip-v4."""
     env = str(run.meta.get("flags", {}).get("env"))
@@ -69,22 +93,28 @@ def name_game(run):
     return "".join(words).lstrip("_") if is_atari else env
 
 
-def score(run, steps):
-    """Return the mean return of a run's last 100 games, at its end or after so many steps."""
+def returns_of(run):
+    """Return the column of a run's returns, of which some may be nan."""
     columns = [run.columns[name] for name in RETURNS if name in run.columns]
     known = [c for c in columns if np.isfinite(c).any()]
     if not known:
         raise PlotError(f"{run.path} has no return yet: leave it out")
+    return known[0]
+
+
+def score(run, steps):
+    """Return the mean return of a run's last 100 games, at its end or after so many steps."""
+    returns = returns_of(run)
     if steps is not None and run.columns["steps"][-1] < steps:
         raise PlotError(
             f"{run.path} ends at {run.columns['steps'][-1]:,.0f} steps, before --steps {steps:,}"
         )
-    inside = np.isfinite(known[0])
+    inside = np.isfinite(returns)
     if steps is not None:
         inside &= run.columns["steps"] <= steps
         if not inside.any():
             raise PlotError(f"{run.path} has no return yet after --steps {steps:,}: give more")
-    return known[0][inside][-1]
+    return returns[inside][-1]
 
 
 def tabulate(groups, steps):
@@ -116,8 +146,28 @@ def normalize(games, scores, references, path):
     return {label: (values - low) / (high - low) for label, values in scores.items()}
 
 
-def describe(games, scores, normalized):
-    """Return the report in Markdown, without the picture."""
+def compute_curves(groups, references, path):
+    """Return for each agent steps [N], and its normalized scores there [N, runs, games]."""
+    curves = {}
+    for label, runs in groups.items():
+        known = [run.columns["steps"][np.isfinite(returns_of(run))] for run in runs]
+        first, last = max(steps[0] for steps in known), min(steps[-1] for steps in known)
+        points = np.unique(np.linspace(first, last, NUM_POINTS))
+        scores = []
+        for point in points:
+            games, at_point = tabulate({label: runs}, point)
+            scores.append(normalize(games, at_point, references, path)[label])
+        curves[label] = points, np.array(scores)
+    return curves
+
+
+def describe(games, scores, normalized, published):
+    """Return the report in Markdown, without the picture.
+
+    Args:
+      scores, normalized: dicts from agents to arrays [runs, games].
+      published: the same of others' means, [1, games], as a pair.
+    """
     lines = [f"| | runs | {' | '.join(STATISTICS)} |", "|---" * (2 + len(STATISTICS)) + "|"]
     for label, values in normalized.items():
         cells = []
@@ -126,6 +176,9 @@ def describe(games, scores, normalized):
             cells.append(f"{statistic(values):.3f} ({low:.3f} to {high:.3f})")
         size = f"{len(values)} x {len(games)} games"
         lines.append(f"| {label} | {size} | {' | '.join(cells)} |")
+    for label, values in published[1].items():
+        cells = [f"{statistic(values):.3f}" for statistic in STATISTICS.values()]
+        lines.append(f"| {label} | means, published | {' | '.join(cells)} |")
     if len(normalized) > 1:
         lines += ["", "| | probability of improvement |", "|---|---|"]
     for (label, values), (other, others) in itertools.permutations(normalized.items(), 2):
@@ -134,6 +187,7 @@ def describe(games, scores, normalized):
             statistics.probability_of_improvement, values, others, num_samples=2000
         )
         lines.append(f"| {label} over {other} | {probability:.2f} ({low:.2f} to {high:.2f}) |")
+    scores = scores | published[0]
     lines += ["", f"| game | {' | '.join(scores)} |", "|---" * (1 + len(scores)) + "|"]
     for i, game in enumerate(games):
         cells = [", ".join(map(show, values[:, i])) for values in scores.values()]
@@ -146,11 +200,19 @@ def show(value):
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}"
 
 
-def draw(normalized, path):
-    """Draw intervals and performance profiles."""
-    figure = Figure(figsize=(12, 1.8 + 0.4 * max(5, len(normalized))), layout="constrained")
-    panels = list(figure.subplots(1, len(STATISTICS) + 1, width_ratios=[1, 1, 1, 1, 2]))
-    for panel, (name, statistic) in zip(panels, STATISTICS.items(), strict=False):
+def draw(normalized, curves, published, path):
+    """Draw intervals, performance profiles, and interquartile means against steps.
+
+    Args:
+      normalized: a dict from agents to scores [runs, games].
+      curves: what compute_curves returns.
+      published: a dict from agents to dicts from steps to normalized means [1, games].
+    """
+    figure = Figure(figsize=(12, 4.6 + 0.4 * max(3, len(normalized))), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=[1, 2])
+    panels = list(upper.subplots(1, len(STATISTICS)))
+    shares, means = lower.subplots(1, 2)
+    for panel, (name, statistic) in zip(panels, STATISTICS.items(), strict=True):
         for i, values in enumerate(normalized.values()):
             low, high = statistics.interval(statistic, values)
             color = COLORS[i % len(COLORS)]
@@ -161,6 +223,7 @@ def draw(normalized, path):
         panel.use_sticky_edges = False  # else a bar that begins leftmost has no margin
         panel.margins(x=0.1)
         panel.grid(axis="x", alpha=0.3)
+    iqm = statistics.interquartile_mean
     highest = max(values.max() for values in normalized.values())
     levels = np.linspace(0, max(1.0, highest), 100)
     for i, (label, values) in enumerate(normalized.items()):
@@ -168,11 +231,22 @@ def draw(normalized, path):
             lambda x: statistics.profile(x, levels), values, num_samples=1000
         )
         color = COLORS[i % len(COLORS)]
-        panels[-1].plot(levels, statistics.profile(values, levels), color=color, label=label)
-        panels[-1].fill_between(levels, low, high, color=color, alpha=0.2, lw=0)
-    panels[-1].set_title("share of runs with a score above", fontsize=10)
-    panels[-1].grid(alpha=0.3)
-    panels[-1].legend()
+        shares.plot(levels, statistics.profile(values, levels), color=color, label=label)
+        shares.fill_between(levels, low, high, color=color, alpha=0.2, lw=0)
+        steps, at_steps = curves[label]
+        bands = [statistics.interval(iqm, scores, num_samples=1000) for scores in at_steps]
+        means.plot(steps / 1e6, iqm(at_steps), color=color, label=label)
+        means.fill_between(steps / 1e6, *np.transpose(bands), color=color, alpha=0.2, lw=0)
+    for i, (label, by_steps) in enumerate(published.items()):
+        points = [(steps / 1e6, iqm(scores)) for steps, scores in by_steps.items()]
+        style = ["--", ":", "-."][i % 3]
+        means.plot(*zip(*points, strict=True), style, color=str(0.2 + 0.15 * (i % 4)), label=label)
+    shares.set_title("share of runs with a score above", fontsize=10)
+    means.set_title("interquartile mean, against million steps", fontsize=10)
+    means.set_xlim(0, 1.02 * max(steps[-1] for steps, _ in curves.values()) / 1e6)
+    for panel in (shares, means):
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
     figure.savefig(path, dpi=110)
 
 
@@ -185,11 +259,24 @@ def main(argv=None):
         raise PlotError("some runs have a label and some have none: write LABEL=RUN for all")
     groups = group(runs) if "" not in labels else {"runs": runs}
     games, scores = tabulate(groups, flags.steps)
-    normalized = normalize(games, scores, read_references(flags.scores), flags.scores)
-    text = describe(games, scores, normalized)
+    references = read_references(flags.scores)
+
+    def normalized(by_label):
+        return normalize(games, by_label, references, flags.scores)
+
+    published = read_published(flags.published, games) if flags.published else {}
+    theirs = {
+        a: by_steps[flags.steps] for a, by_steps in published.items() if flags.steps in by_steps
+    }
+    text = describe(games, scores, normalized(scores), (theirs, normalized(theirs)))
     output = pathlib.Path(flags.output)
     picture, table = (output.with_name(f"{output.name}{end}") for end in (".png", ".md"))
-    draw(normalized, picture)
+    draw(
+        normalized(scores),
+        compute_curves(groups, references, flags.scores),
+        {agent: normalized(by_steps) for agent, by_steps in published.items()},
+        picture,
+    )
     table.write_text(f"{text}\n![Intervals and performance profiles]({picture.name})\n")
     print(*notes, text, sep="\n")
     print(f"Wrote {table} and {picture}")

@@ -6,10 +6,11 @@ import json
 
 import numpy as np
 import pytest
+from program import ROOT
 
 from beast import report
 from beast.runs import statistics
-from beast.runs.curves import PlotError
+from beast.runs.curves import PlotError, group, read_run
 
 A = np.array(
     [[2.154, 4.261, 1.565, 1.065], [2.183, 3.407, 0.443, 1.119], [1.718, 1.695, 0.839, 3.958],
@@ -101,6 +102,31 @@ def test_scores_are_those_at_the_steps_that_are_asked_for(runs, tmp_path):
     assert "| pong | -20.0, -20.0 | -20.0, -20.0 |" in (tmp_path / "out.md").read_text()
 
 
+def test_curves_follow_the_runs(runs):
+    groups = group([read_run(argument, []) for argument in runs[:4]])
+    references = report.read_references(report.SCORES)
+    steps, scores = report.compute_curves(groups, references, "")["old"]
+    assert (steps[0], steps[-1]) == (2000, 3000) and scores.shape == (report.NUM_POINTS, 2, 2)
+    assert scores[0, :, 1] == pytest.approx((-20 + 20.7) / (14.6 + 20.7))
+    assert scores[-1, :, 1] == pytest.approx([(x + 20.7) / (14.6 + 20.7) for x in (14.1, 14.2)])
+
+
+def test_published_means_stand_beside_the_runs(runs, tmp_path):
+    published = tmp_path / "published.csv"
+    published.write_text(
+        "agent,game,steps,return\nDQN,pong,2000,0\nDQN,beam_rider,2000,1000\nDQN,pong,3000,10\n"
+        "DQN,beam_rider,3000,2000\nC51,pong,3000,5\n"
+    )
+    output = ["--output", str(tmp_path / "out"), "--published", str(published)]
+    report.main([*runs, *output, "--steps", "3000"])
+    text = (tmp_path / "out.md").read_text()
+    assert "| pong | 14.1, 14.2 | 15.1, 15.2 | 10.0 |" in text and "C51" not in text
+    middle = ((10 + 20.7) / (14.6 + 20.7) + (2000 - 363.9) / (16926.5 - 363.9)) / 2
+    assert f"| DQN | means, published | {middle:.3f} | " in text
+    report.main([*runs, *output])  # who does not say at how many steps gets the curves alone
+    assert "published" not in (tmp_path / "out.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [(lambda runs, _: runs[:-1], "new needs as many runs of each game: beam_rider 1, pong 2"),
@@ -110,7 +136,11 @@ def test_scores_are_those_at_the_steps_that_are_asked_for(runs, tmp_path):
      (lambda runs, _: [*runs, "--steps", "1500"], "no return yet after --steps 1,500"),
      (lambda runs, path: [write_run(path / "x", "MinAtar/Breakout-v0", [1, 2])],
       "no scores of MinAtar/Breakout-v0: give others by --scores"),
-     (lambda runs, path: [*runs, "--scores", path / "none.csv"], "cannot read .*none.csv")],
+     (lambda runs, path: [*runs, "--scores", path / "none.csv"], "cannot read .*none.csv"),
+     (lambda runs, path: [*runs, "--published", path / "none.csv"], "cannot read .*none.csv"),
+     (lambda runs, path: [*runs, "--published", str(report.SCORES)], "cannot read .*atari57.csv"),
+     (lambda runs, path: [*runs, "--published", ROOT / "results" / "dopamine.csv"],
+      "no agent with all of beam_rider, pong")],
 )  # fmt: skip
 def test_what_cannot_be_compared_is_refused(change, message, runs, tmp_path):
     with pytest.raises(PlotError, match=message):
