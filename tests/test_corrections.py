@@ -111,7 +111,7 @@ def test_log_ratios_of_100_leave_all_finite(correction):
         assert correct(correction, [100.0, -100.0], [sign, sign]).isfinite().all()
 
 
-def test_total_variation_and_second_moment_are_those_of_two_policies():
+def test_distances_are_those_of_two_policies():
     logits = torch.log(torch.tensor([0.5, 0.3, 0.2])).expand(T + 1, B, A)
     behavior = torch.log(torch.tensor([0.2, 0.3, 0.5])).expand(T + 1, B, A)
     batch = make_batch(behavior)

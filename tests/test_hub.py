@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharing weights: by folders, and by the Hugging Face Hub, of which a folder takes the place."""
+
+import inspect
+import json
+import shutil
+import sys
+
+import pytest
+import small_run
+import torch
+from program import load, run
+from safetensors.torch import load_file, save_file
+
+from beast import hub
+from beast.errors import FlagError
+from beast.runs.checkpoint import NEWEST
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of ppo.py, and its weights, packed."""
+    savedir = tmp_path_factory.mktemp("runs")
+    for steps in (2048, 4096):  # a curve needs two rows
+        flags = f"--env CartPole-v1 --total_steps {steps} --seed 1 --xpid one --savedir"
+        status, output = run("ppo.py", flags, savedir)
+        assert status == 0, output
+    hub.main(["push", str(savedir / "one"), str(savedir / "packed"), "--num_episodes", "4"])
+    return savedir / "one", savedir / "packed"
+
+
+@pytest.mark.whole
+def test_packed_weights_are_those_of_the_run_with_score_and_card(trained):
+    one, packed = trained
+    names = {"model.safetensors", "test.json", "README.md", "meta.json", "logs.csv", "curves.png"}
+    assert {path.name for path in packed.iterdir()} == names
+    weights, expected = load_file(packed / hub.WEIGHTS), load(one / NEWEST)["model_state_dict"]
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    score, card = json.loads((packed / "test.json").read_text()), (packed / "README.md").read_text()
+    assert len(score["returns"]) == 4 and score["step"] == 4096
+    assert f"**{hub.describe(score)}**" in card and "--mode test --xpid packed" in card
+    assert "python ppo.py --env CartPole-v1" in " ".join(card.split())
+
+
+@pytest.mark.whole
+def test_pulled_weights_can_be_tested_and_not_trained(trained, tmp_path):
+    _, packed = trained
+    hub.main(["pull", str(packed), str(tmp_path / "new")])
+    arguments = "--num_episodes 4 --xpid new --savedir", tmp_path
+    status, output = run("ppo.py", "--mode test", *arguments)
+    score = json.loads((packed / "test.json").read_text())
+    assert status == 0 and f"4 games: mean return {score['mean']:.3g}" in output
+    status, output = run("ppo.py", "--total_steps 8192", *arguments)
+    assert status != 0 and "for --mode test alone" in output
+    with pytest.raises(FlagError, match="new has a checkpoint already: choose another folder"):
+        hub.main(["pull", str(packed), str(tmp_path / "new")])
+
+
+@pytest.mark.whole
+def test_testing_again_finds_scores_that_differ(trained, tmp_path, capfd):
+    _, packed = trained
+    assert hub.main(["test", str(packed), "--num_episodes", "4"]) is None
+    text = hub.describe(json.loads((packed / "test.json").read_text()))
+    assert f"| {packed} | {text} | {text} |" in capfd.readouterr().out
+    changed = shutil.copytree(packed, tmp_path / "changed")
+    score = json.loads((changed / "test.json").read_text())
+    (changed / "test.json").write_text(json.dumps(score | {"mean": 400, "ci95": 1}))
+    problem = hub.main(["test", str(packed), str(changed), "--num_episodes", "4"])
+    assert problem == f"scores differ: {changed}"
+
+
+@pytest.mark.whole
+def test_the_hub_is_called_as_its_package_wants(trained, tmp_path, monkeypatch):
+    package = pytest.importorskip("huggingface_hub")
+    one, name, stored = trained[0], "user/pong", tmp_path / "stored"
+
+    class Api:
+        def create_repo(self, *args, **kwargs):
+            inspect.signature(package.HfApi.create_repo).bind(self, *args, **kwargs)
+
+        def upload_folder(self, **kwargs):
+            inspect.signature(package.HfApi.upload_folder).bind(self, **kwargs)
+            assert kwargs["repo_id"] == name
+            shutil.copytree(kwargs["folder_path"], stored)
+
+    def download(*args, **kwargs):
+        inspect.signature(package.snapshot_download).bind(*args, **kwargs)
+        assert args == (name,)
+        shutil.copytree(stored, kwargs["local_dir"], dirs_exist_ok=True)
+
+    monkeypatch.setattr(package, "HfApi", Api)
+    monkeypatch.setattr(package, "snapshot_download", download)
+    hub.main(["push", str(one), f"hf:{name}", "--num_episodes", "2"])
+    assert f"beast.hub pull hf:{name} ~/logs/torchbeast/pong" in (stored / "README.md").read_text()
+    hub.main(["pull", f"hf:{name}", str(tmp_path / "new")])
+    assert (tmp_path / "new" / NEWEST).exists()
+    monkeypatch.setattr(package, "snapshot_download", lambda *_, **__: 1 / 0)
+    with pytest.raises(FlagError, match=f"hf:{name}: ZeroDivisionError"):
+        hub.main(["pull", f"hf:{name}", str(tmp_path / "other")])
+
+
+def make_run(path):
+    """Return the folder of a run that has one checkpoint."""
+    small_run.save(small_run.parse(path))
+    (path / "run" / "meta.json").write_text(json.dumps({"flags": {"program": "program.py"}}))
+    return path / "run"
+
+
+def make_packed(path, program="program.py"):
+    path.mkdir()
+    header = {"step": 1, "time": 0, "net": "Net", "flags": {"program": program, "env": "x"}}
+    save_file({"x": torch.zeros(1)}, path / hub.WEIGHTS, {"checkpoint": json.dumps(header)})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [("push none {new}", "none is no run: its meta.json cannot be read"),
+     ("push {run} {old}", "old exists: choose another folder, or remove it"),
+     ("push {run} {new} --best", "run has no best.tar"),
+     ("pull none {new}", "none has no model.safetensors"),
+     ("pull {empty} {new}", "empty has no model.safetensors of beast.hub .*No such file"),
+     ("test none", "none has no model.safetensors"),
+     ("test {old} -- --greedy", "test has no flags of a test: it takes those of `push`"),
+     ("test {old}", r"old is of \.\./x\.py, which is not among the programs")],
+)  # fmt: skip
+def test_what_cannot_be_shared_is_refused(arguments, message, tmp_path):
+    old = make_packed(tmp_path / "old", "../x.py")
+    (old / hub.SCORE).write_text('{"arguments": [], "mean": 1, "ci95": null}')
+    (tmp_path / "empty").mkdir()
+    places = {name: tmp_path / name for name in ("run", "old", "new", "empty")}
+    make_run(tmp_path)
+    with pytest.raises(FlagError, match=message):
+        hub.main(arguments.format(**places).split())
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_package_that_lacks_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(FlagError, match="hf: needs a package: pip install huggingface_hub"):
+        hub.main(["pull", "hf:user/name", str(tmp_path / "x")])
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(FlagError, match="this needs a package: pip install safetensors"):
+        hub.main(["pull", "x", str(tmp_path)])
