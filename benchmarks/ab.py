@@ -3,11 +3,13 @@
 
     python benchmarks/ab.py BEFORE AFTER --all [--pairs 3] [--seconds 20]
     python benchmarks/ab.py BEFORE AFTER [--program polybeast] [--pairs 7] [--seconds 40] [flags]
+    python benchmarks/ab.py . . --only_after=--compile
 
 BEFORE and AFTER are folders of this repository, both built (`make build`); all other flags go to
-the program, in both. `--all` goes through SETTINGS, those that README.md and benchmarks/README.md
-speak of: defaults, large batches, precisions, nets; a pair of all takes a quarter of an hour. What
-holds at the defaults need not hold there: blocks of memory grow with the batch.
+the program, in both, and those of `--only_after` to the second one. `--all` goes through SETTINGS,
+those that README.md and benchmarks/README.md speak of: defaults, large batches, precisions, nets; a
+pair of all takes a quarter of an hour. What holds at the defaults need not hold there: blocks of
+memory grow with the batch.
 
 Steps/s are counted from the program's logs.csv, after a third of `--seconds` to warm up. A pair's
 runs follow each other, and the order changes from pair to pair, so that a slow minute of the
@@ -30,7 +32,7 @@ from machine import cpu_seconds, descendants, print_header
 
 START_SECONDS = 300  # that a program may take to its first update, and from one row to the next
 STOP_SECONDS = 30
-PROGRAMS = ["monobeast", "polybeast", "ppo", "gala"]
+PROGRAMS = ["monobeast", "polybeast", "ppo", "gala", "dqn", "sac"]
 SETTINGS = [  # programs and their flags
     ("monobeast", ""),
     ("monobeast", "--use_lstm"),
@@ -116,11 +118,12 @@ def spread(values, form):
 def compare(options, program, arguments):
     """Run alternating pairs; print a table's row for each, and last one of medians and spreads."""
     rates, costs = {"before": [], "after": []}, {"before": [], "after": []}
-    setting = " ".join([f"{program}.py", *arguments])
+    setting = " ".join([f"{program}.py", *arguments, options.only_after]).rstrip()
     for pair in range(options.pairs):
         for name in ("before", "after") if pair % 2 == 0 else ("after", "before"):
             script = getattr(options, name) / f"{program}.py"
-            rows, cores = run_program(script, arguments, options.seconds)
+            own = options.only_after.split() if name == "after" else []
+            rows, cores = run_program(script, [*arguments, *own], options.seconds)
             rates[name].append(steps_per_second(rows))
             costs[name].append(1e6 * cores / rates[name][-1])
         if not options.all:
@@ -145,6 +148,7 @@ def main():
     parser.add_argument("--program", default="monobeast", choices=PROGRAMS)
     parser.add_argument("--pairs", type=int, help="(default: 7; with --all 3)")
     parser.add_argument("--seconds", type=float, help="of a run (default: 40; with --all 20)")
+    parser.add_argument("--only_after", default="", help="flags of the program in AFTER alone")
     options, arguments = parser.parse_known_args()
     options.pairs = options.pairs or (3 if options.all else 7)
     options.seconds = options.seconds or (20 if options.all else 40)

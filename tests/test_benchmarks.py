@@ -14,6 +14,7 @@ from program import ROOT, run
 @pytest.mark.parametrize(
     "command",
     [
+        "ab.py . . --pairs 1 --seconds 6 --only_after=--compile",
         "environments.py --repeats 1 --steps 100",
         "gossip.py --repeats 1 --seconds 10",
         "learner_group.py --repeats 1 --updates 3 --nets shallow",
