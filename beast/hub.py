@@ -8,7 +8,7 @@
 
 A shared folder has model.safetensors, with the run's flags in its header; test.json, the score;
 README.md, the card; and of the run meta.json, logs.csv and curves.png. Reading it runs no code.
-What stands behind -- are flags of the test, as in `push RUN TARGET -- --greedy`.
+What stands behind -- are more flags of the tests, as in `push RUN TARGET -- --greedy`.
 
 Needs safetensors, the Hub huggingface_hub, too (pip install safetensors huggingface_hub).
 """
@@ -22,19 +22,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 
 import torch
 
 from beast import plot
 from beast.errors import FlagError
 from beast.parser import positive
-from beast.runs import checkpoint
-from beast.runs.curves import PlotError
+from beast.runs import checkpoint, evaluate
+from beast.runs.curves import PlotError, read_run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WEIGHTS, SCORE, CARD, PICTURE = "model.safetensors", "test.json", "README.md", "curves.png"
 OF_RUN = ("meta.json", "logs.csv")
+FILES = (WEIGHTS, SCORE, CARD, PICTURE, *OF_RUN)
+# What of a checkpoint stands in the header of the weights, and of which types.
+HEADER = {"step": 0, "time": 0.0, "net": "", "flags": {"program": ""}}
 HUB = "hf:"
 # A checkpoint's name of its optimizer: training cannot go on with it.
 NO_OPTIMIZER = "no optimizer (pulled weights, for --mode test alone)"
@@ -57,80 +59,118 @@ test_parser.add_argument("sources", nargs="+", metavar="SOURCE", help="A folder,
 for command in (push_parser, test_parser):
     command.add_argument("--num_episodes", default=100, type=positive(int),
                          help="Games to play. Default: %(default)s.")
+# What a shared folder may ask of its test; nothing that imports modules or writes files.
+test_flags = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+test_flags.add_argument("--greedy", action="store_true")
+test_flags.add_argument("--num_test_envs", type=int)
+test_flags.add_argument("--seed", type=int)
 # fmt: on
+
+
+@contextlib.contextmanager
+def new_folder(path):
+    """Context manager for a folder that gets its name when it is complete."""
+    if path.exists():
+        raise FlagError(f"{path} exists: choose another folder, or remove it")
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def pack(run, name, folder):
     """Write the weights of a run's checkpoint into a folder, and what else belongs to the run."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     try:
         program = json.loads((run / "meta.json").read_text())["flags"]["program"]
     except (OSError, ValueError, KeyError) as error:
         raise FlagError(f"{run} is no run: its meta.json cannot be read ({error!r})") from None
-    saved = checkpoint.load(
-        argparse.Namespace(savedir=run.parent, xpid=run.name, program=program), name
-    )
+    flags = argparse.Namespace(savedir=run.parent, xpid=run.name, program=program)
+    saved = checkpoint.load(flags, name)
     if saved is None:
         raise FlagError(f"{run} has no {name}")
-    weights = saved.pop("model_state_dict")
+    weights = saved["model_state_dict"]
     if others := [key for key, value in weights.items() if not torch.is_tensor(value)]:
         raise FlagError(f"{run / name} has weights that are no tensors: {', '.join(others)}")
-    header = {key: saved.get(key) for key in ("step", "time", "net", "flags")}
-    save_file(
-        {key: value.clone(memory_format=torch.contiguous_format) for key, value in weights.items()},
-        folder / WEIGHTS,
-        {"checkpoint": json.dumps(header)},
-    )
+    # Copies, since safetensors refuses tensors that share memory, as tied weights do.
+    weights = {key: x.clone(memory_format=torch.contiguous_format) for key, x in weights.items()}
+    header = json.dumps({key: saved[key] for key in HEADER})
+    (folder / WEIGHTS).write_bytes(save(weights, {"checkpoint": header}))
     for file in OF_RUN:
-        shutil.copy(run / file, folder)
+        shutil.copyfile(run / file, folder / file)
     with contextlib.redirect_stdout(sys.stderr):
         plot.main([str(run), "--output", str(folder / PICTURE)])
 
 
 def read_header(folder):
-    """Return what `pack` wrote beside the weights: step, time, net and flags."""
+    """Return what `pack` wrote beside the weights: HEADER's parts."""
     from safetensors import safe_open
 
     try:
         with safe_open(folder / WEIGHTS, "pt") as file:
-            return json.loads(file.metadata()["checkpoint"])
-    except Exception as error:
+            header = json.loads(file.metadata()["checkpoint"])
+        header = {key: header[key] for key in HEADER}
+        checkpoint.check_types(header, HEADER)
+        program = pathlib.Path(header["flags"]["program"])
+    except Exception as error:  # a file from elsewhere can be anything
         raise FlagError(f"{folder} has no {WEIGHTS} of beast.hub ({error!r})") from None
+    if program.suffix != ".py" or program.name != str(program) or not (ROOT / program).is_file():
+        raise FlagError(f"{folder} is of {program}, which is not among the programs of {ROOT}")
+    return header
 
 
 def unpack(folder, run):
     """Make a run of a shared folder."""
     from safetensors.torch import load_file
 
-    header = read_header(folder)
-    weights = load_file(folder / WEIGHTS)
-    if (run / checkpoint.NEWEST).exists():
-        raise FlagError(f"{run} has a checkpoint already: choose another folder")
-    run.mkdir(parents=True, exist_ok=True)
-    for file in (*OF_RUN, SCORE, CARD, PICTURE):
-        if (folder / file).exists():
-            shutil.copy(folder / file, run)
-    states = {"optimizer_state_dict": {}, "scheduler_state_dict": {}, "random_states": {}}
-    content = {"model_state_dict": weights, "optimizer": NO_OPTIMIZER, **states, **header}
-    content["stats"] = {"step": header["step"]}
-    (run / checkpoint.NEWEST).write_bytes(checkpoint.to_bytes(content).getvalue())
+    content = read_header(folder)
+    content |= {"model_state_dict": load_file(folder / WEIGHTS), "optimizer": NO_OPTIMIZER}
+    content |= {"optimizer_state_dict": {}, "scheduler_state_dict": {}, "random_states": {}}
+    content["stats"] = {"step": content["step"]}
+    with new_folder(run) as new:
+        for file in FILES:
+            if file != WEIGHTS and (folder / file).exists():
+                shutil.copyfile(folder / file, new / file)
+        (new / checkpoint.NEWEST).write_bytes(checkpoint.to_bytes(content).getvalue())
 
 
 def play(folder, num_episodes, arguments):
     """Return the result of --mode test with the weights of a folder, as a dict."""
     program = read_header(folder)["flags"]["program"]
-    if pathlib.Path(program).name != program or not (ROOT / program).exists():
-        raise FlagError(f"{folder} is of {program}, which is not among the programs of {ROOT}")
     with tempfile.TemporaryDirectory() as savedir:
         unpack(folder, pathlib.Path(savedir) / "run")
         result = pathlib.Path(savedir) / "result.json"
-        flags = ["--mode", "test", "--xpid", "run", "--savedir", savedir, "--result_file", result]
-        command = [sys.executable, ROOT / program, *flags, "--num_episodes", str(num_episodes)]
-        status = subprocess.run([*command, *arguments], stdout=sys.stderr).returncode
-        if status:
+        flags = ["--mode", "test", "--xpid", "run", "--savedir", savedir]
+        flags += ["--num_episodes", str(num_episodes), *arguments, "--result_file", result]
+        status = subprocess.run([sys.executable, ROOT / program, *flags], stdout=sys.stderr)
+        if status.returncode:
             raise FlagError(f"the test of {folder} failed: see above")
         return json.loads(result.read_text())
+
+
+def read_score(folder):
+    """Return statistics of the games that were played before, and the flags of that test.
+
+    Only flags of TEST_FLAGS are taken: others could import modules or write files.
+    """
+    try:
+        score = json.loads((folder / SCORE).read_text())
+        arguments = list(map(str, score["arguments"]))
+        result = evaluate.summarize(score["returns"], score["steps"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FlagError(f"{folder / SCORE} cannot be read ({error!r})") from None
+    try:
+        _, others = test_flags.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        others = [str(error)]
+    if others:
+        raise FlagError(f"{folder / SCORE} has flags that no test needs: {shlex.join(others)}")
+    return result, arguments
 
 
 def describe(result):
@@ -141,13 +181,15 @@ def describe(result):
 
 def write_card(folder, target):
     """Write README.md, with a header that the Hub reads."""
-    meta, score = (json.loads((folder / name).read_text()) for name in ("meta.json", SCORE))
+    run, score = read_run(str(folder), []), json.loads((folder / SCORE).read_text())
     flags, name = read_header(folder)["flags"], pathlib.Path(target.removeprefix(HUB)).name
+    commands = [meta["command"] for meta in [*run.meta.get("earlier", []), run.meta]]
     test = shlex.join(["--num_episodes", str(len(score["returns"])), *score["arguments"]])
     metric = {"type": "mean_reward", "name": "mean return", "value": score["mean"]}
     task = {"type": "reinforcement-learning", "name": "reinforcement learning"}
     dataset = {"type": flags["env"], "name": flags["env"]}
     index = [{"name": name, "results": [{"task": task, "dataset": dataset, "metrics": [metric]}]}]
+    lines = "\n".join(f"python {shlex.join(command)}" for command in commands)
     (folder / CARD).write_text(f"""\
 ---
 tags: [reinforcement-learning, {pathlib.Path(flags["program"]).stem}]
@@ -155,11 +197,11 @@ model-index: {json.dumps(index)}
 ---
 # {flags["env"]} by {flags["program"]}
 
-Mean return of {len(score["returns"])} games: **{describe(score)}** ({score["protocol"]}).
-After {score["step"]:,} agent steps; commit {meta.get("git", {}).get("commit")}.
+Mean return of {len(score["returns"])} games: **{describe(score)}** ({score["protocol"]}),
+after {score["step"]:,} agent steps, by commit {", ".join(run.commits) or "unknown"}:
 
 ```bash
-python {shlex.join(meta["command"])}
+{lines}
 ```
 
 ![Learning curve]({PICTURE})
@@ -174,25 +216,14 @@ python {flags["program"]} --mode test --xpid {name} {test}
 @contextlib.contextmanager
 def fetched(source):
     """Context manager for the folder of a source: the folder itself, or a copy from the Hub."""
-    with tempfile.TemporaryDirectory() as copy:
-        if source.startswith(HUB):
-            with translated(source):
-                get_hub().snapshot_download(source.removeprefix(HUB), local_dir=copy)
-        yield pathlib.Path(copy if source.startswith(HUB) else source).expanduser()
-
-
-def deliver(folder, target):
-    """Copy a folder to its place, or upload it."""
-    if target.startswith(HUB):
-        with translated(target):
-            api, repository = get_hub().HfApi(), target.removeprefix(HUB)
-            api.create_repo(repository, exist_ok=True)
-            api.upload_folder(repo_id=repository, folder_path=folder)
+    if not source.startswith(HUB):
+        yield pathlib.Path(source).expanduser()
         return
-    place = pathlib.Path(target).expanduser()
-    place.mkdir(parents=True)
-    for file in folder.iterdir():  # without their modes, which are those of temporary files
-        shutil.copyfile(file, place / file.name)
+    with tempfile.TemporaryDirectory() as copy:
+        with translated(source):
+            repository = source.removeprefix(HUB)
+            get_hub().snapshot_download(repository, local_dir=copy, allow_patterns=FILES)
+        yield pathlib.Path(copy)
 
 
 def get_hub():
@@ -215,38 +246,45 @@ def translated(place):
 
 
 def push(flags, arguments):
-    target = pathlib.Path(flags.target).expanduser()
-    if flags.target.startswith(HUB):
-        get_hub()
-    elif target.exists():
-        raise FlagError(f"{target} exists: choose another folder, or remove it")
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        run = flags.run.expanduser().resolve()  # perhaps `latest`
-        pack(run, checkpoint.BEST if flags.best else checkpoint.NEWEST, folder)
-        result = play(folder, flags.num_episodes, arguments) | {"arguments": arguments}
-        (folder / SCORE).write_text(json.dumps(result | {"time": time.time()}))
-        write_card(folder, flags.target)
-        deliver(folder, flags.target)
+    run = flags.run.expanduser().resolve()  # perhaps `latest`
+    repository = flags.target.removeprefix(HUB) if flags.target.startswith(HUB) else None
+    with tempfile.TemporaryDirectory() as parent:
+        target = pathlib.Path(flags.target).expanduser()
+        # Of what can fail, the target comes first: the games may take minutes.
+        with new_folder(pathlib.Path(parent) / "packed" if repository else target) as folder:
+            pack(run, checkpoint.BEST if flags.best else checkpoint.NEWEST, folder)
+            with translated(flags.target):
+                api = get_hub().HfApi() if repository else None
+                if repository:
+                    api.create_repo(repository)
+            result = play(folder, flags.num_episodes, arguments) | {"arguments": arguments}
+            (folder / SCORE).write_text(json.dumps(result))
+            write_card(folder, flags.target)
+            with translated(flags.target):
+                if repository:
+                    api.upload_folder(repo_id=repository, folder_path=folder)
     print(f"{flags.target}: {describe(result)}")
 
 
 def test(flags, arguments):
-    """Print scores of old and now; return an error where their intervals do not meet."""
-    if arguments:
-        raise FlagError(f"test has no flags of a test: it takes those of `push` ({arguments[0]})")
-    differing = []
+    """Print scores then and now; return an error where something failed, or they differ."""
+    failed = []
     print("| weights | score then | now |\n|---|---|---|", flush=True)
     for source in flags.sources:
-        with fetched(source) as folder:
-            read_header(folder)
-            old = json.loads((folder / SCORE).read_text())
-            new = play(folder, flags.num_episodes, old["arguments"])
+        try:
+            with fetched(source) as folder:
+                read_header(folder)
+                old, own = read_score(folder)
+                new = play(folder, flags.num_episodes, [*own, *arguments])
+        except (FlagError, OSError) as error:
+            failed.append(source)
+            print(f"| {source} | failed: {error} | |", flush=True)
+            continue
         halves = (old["ci95"] or 0) + (new["ci95"] or 0)
-        if abs(old["mean"] - new["mean"]) > halves:
-            differing.append(source)
+        if not abs(old["mean"] - new["mean"]) <= halves:
+            failed.append(source)
         print(f"| {source} | {describe(old)} | {describe(new)} |", flush=True)
-    return f"scores differ: {', '.join(differing)}" if differing else None
+    return f"failed, or with intervals that do not meet: {', '.join(failed)}" if failed else None
 
 
 def main(argv=None):

@@ -21,10 +21,9 @@ from beast.runs.checkpoint import NEWEST
 def trained(tmp_path_factory):
     """A run of ppo.py, and its weights, packed."""
     savedir = tmp_path_factory.mktemp("runs")
-    for steps in (2048, 4096):  # a curve needs two rows
-        flags = f"--env CartPole-v1 --total_steps {steps} --seed 1 --xpid one --savedir"
-        status, output = run("ppo.py", flags, savedir)
-        assert status == 0, output
+    for flags in ("--env CartPole-v1 --total_steps 2048 --seed 1", "--total_steps 4096"):
+        status, output = run("ppo.py", flags, "--xpid one --savedir", savedir)
+        assert status == 0, output  # a curve needs two rows
     hub.main(["push", str(savedir / "one"), str(savedir / "packed"), "--num_episodes", "4"])
     return savedir / "one", savedir / "packed"
 
@@ -41,6 +40,7 @@ def test_packed_weights_are_those_of_the_run_with_score_and_card(trained):
     assert len(score["returns"]) == 4 and score["step"] == 4096
     assert f"**{hub.describe(score)}**" in card and "--mode test --xpid packed" in card
     assert "python ppo.py --env CartPole-v1" in " ".join(card.split())
+    assert "python ppo.py --total_steps 4096 --xpid one" in " ".join(card.split())
 
 
 @pytest.mark.whole
@@ -53,7 +53,7 @@ def test_pulled_weights_can_be_tested_and_not_trained(trained, tmp_path):
     assert status == 0 and f"4 games: mean return {score['mean']:.3g}" in output
     status, output = run("ppo.py", "--total_steps 8192", *arguments)
     assert status != 0 and "for --mode test alone" in output
-    with pytest.raises(FlagError, match="new has a checkpoint already: choose another folder"):
+    with pytest.raises(FlagError, match="new exists: choose another folder, or remove it"):
         hub.main(["pull", str(packed), str(tmp_path / "new")])
 
 
@@ -65,9 +65,14 @@ def test_testing_again_finds_scores_that_differ(trained, tmp_path, capfd):
     assert f"| {packed} | {text} | {text} |" in capfd.readouterr().out
     changed = shutil.copytree(packed, tmp_path / "changed")
     score = json.loads((changed / "test.json").read_text())
-    (changed / "test.json").write_text(json.dumps(score | {"mean": 400, "ci95": 1}))
-    problem = hub.main(["test", str(packed), str(changed), "--num_episodes", "4"])
-    assert problem == f"scores differ: {changed}"
+    # The stored mean is not believed: it is computed again from the games.
+    (changed / "test.json").write_text(json.dumps(score | {"returns": [500.0] * 4, "ci95": 1e9}))
+    sources = ["none", str(packed), str(changed)]
+    problem = hub.main(["test", *sources, "--num_episodes", "4"])
+    assert problem == f"failed, or with intervals that do not meet: none, {changed}"
+    output = capfd.readouterr().out
+    assert "| none | failed: none has no model.safetensors" in output
+    assert f"| {packed} | {text} | {text} |" in output and f"| {changed} | 500 | " in output
 
 
 @pytest.mark.whole
@@ -86,7 +91,7 @@ def test_the_hub_is_called_as_its_package_wants(trained, tmp_path, monkeypatch):
 
     def download(*args, **kwargs):
         inspect.signature(package.snapshot_download).bind(*args, **kwargs)
-        assert args == (name,)
+        assert args == (name,) and set(kwargs["allow_patterns"]) == set(hub.FILES)
         shutil.copytree(stored, kwargs["local_dir"], dirs_exist_ok=True)
 
     monkeypatch.setattr(package, "HfApi", Api)
@@ -107,10 +112,12 @@ def make_run(path):
     return path / "run"
 
 
-def make_packed(path, program="program.py"):
+def make_packed(path, **change):
     path.mkdir()
-    header = {"step": 1, "time": 0, "net": "Net", "flags": {"program": program, "env": "x"}}
-    save_file({"x": torch.zeros(1)}, path / hub.WEIGHTS, {"checkpoint": json.dumps(header)})
+    header = {"step": 1, "time": 0, "net": "Net", "flags": {"program": "ppo.py", "env": "x"}}
+    save_file(
+        {"x": torch.zeros(1)}, path / hub.WEIGHTS, {"checkpoint": json.dumps(header | change)}
+    )
     return path
 
 
@@ -120,20 +127,52 @@ def make_packed(path, program="program.py"):
      ("push {run} {old}", "old exists: choose another folder, or remove it"),
      ("push {run} {new} --best", "run has no best.tar"),
      ("pull none {new}", "none has no model.safetensors"),
-     ("pull {empty} {new}", "empty has no model.safetensors of beast.hub .*No such file"),
-     ("test none", "none has no model.safetensors"),
-     ("test {old} -- --greedy", "test has no flags of a test: it takes those of `push`"),
-     ("test {old}", r"old is of \.\./x\.py, which is not among the programs")],
+     ("pull {old} {run}", "run exists: choose another folder, or remove it"),
+     ("pull {empty} {new}", "empty has no model.safetensors of beast.hub .*No such file")],
 )  # fmt: skip
 def test_what_cannot_be_shared_is_refused(arguments, message, tmp_path):
-    old = make_packed(tmp_path / "old", "../x.py")
-    (old / hub.SCORE).write_text('{"arguments": [], "mean": 1, "ci95": null}')
+    make_packed(tmp_path / "old")
     (tmp_path / "empty").mkdir()
     places = {name: tmp_path / name for name in ("run", "old", "new", "empty")}
     make_run(tmp_path)
     with pytest.raises(FlagError, match=message):
         hub.main(arguments.format(**places).split())
-    assert not (tmp_path / "new").exists()
+    assert not list(tmp_path.glob("new*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"flags": {"program": "../x.py"}}, r"\.\./x\.py, which is not among the programs"),
+     ({"flags": {"program": "README.md"}}, "README.md, which is not among the programs"),
+     ({"flags": {"program": 3}}, "no model.safetensors of beast.hub .*'program' is of type int"),
+     ({"flags": 3}, "no model.safetensors of beast.hub .*'flags' is of type int"),
+     ({"step": "x"}, "no model.safetensors of beast.hub .*'step' is of type str"),
+     ({"step": None}, "no model.safetensors of beast.hub")],
+)  # fmt: skip
+def test_weights_with_a_header_from_elsewhere_are_refused(change, message, tmp_path):
+    packed = make_packed(tmp_path / "packed", **change)
+    with pytest.raises(FlagError, match=message):
+        hub.main(["pull", str(packed), str(tmp_path / "new")])
+    assert not list(tmp_path.glob("new*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"arguments": ["--env", "evil:X-v0"]}, "flags that no test needs: --env evil:X-v0"),
+     ({"arguments": ["--greedy", "--result_file", "x"]}, "no test needs: --result_file x"),
+     ({"arguments": ["--num_test_envs", "x"]}, "no test needs: .*invalid int value"),
+     ({"arguments": 3}, "test.json cannot be read"),
+     ({"returns": ["x"]}, "test.json cannot be read"),
+     ({"returns": []}, "test.json cannot be read")],
+)  # fmt: skip
+def test_a_score_from_elsewhere_cannot_ask_for_more(change, message, tmp_path):
+    packed = make_packed(tmp_path / "packed")
+    score = {"arguments": [], "returns": [1.0, 2.0], "steps": [1, 2]}
+    (packed / hub.SCORE).write_text(json.dumps(score))
+    assert hub.read_score(packed)[0]["mean"] == 1.5
+    (packed / hub.SCORE).write_text(json.dumps(score | change))
+    with pytest.raises(FlagError, match=message):
+        hub.read_score(packed)
 
 
 def test_a_package_that_lacks_is_named(tmp_path, monkeypatch):
