@@ -12,6 +12,7 @@ performance profiles, and interquartile means against steps; with --published, t
 import argparse
 import csv
 import itertools
+import math
 import pathlib
 import sys
 
@@ -47,7 +48,8 @@ parser.add_argument("--scores", type=pathlib.Path, metavar="FILE", default=SCORE
                     help="CSV of game, score of a random player, and of one that counts as 1. "
                     "Default: Atari's 57 games and their human players.")
 parser.add_argument("--published", type=pathlib.Path, metavar="FILE",
-                    help="CSV of agent, game, agent steps, and the mean return of others' runs.")
+                    help="CSV of agent, game, agent steps, and the mean return of others' runs; "
+                    "the table has those at --steps.")
 # fmt: on
 
 
@@ -69,8 +71,11 @@ def read_published(path, games):
     returns = {}
     try:
         with open(path, newline="") as file:
-            for agent, game, steps, value in list(csv.reader(file))[1:]:
-                returns.setdefault(agent, {}).setdefault(int(steps), {})[game] = float(value)
+            for agent, game, steps, value in filter(None, list(csv.reader(file))[1:]):
+                by_game = returns.setdefault(f"{agent} (published)", {}).setdefault(int(steps), {})
+                by_game[game] = float(value)
+                if not math.isfinite(by_game[game]):
+                    raise ValueError(f"{agent} has a return of {value} in {game}")
     except (OSError, ValueError) as error:
         raise PlotError(f"cannot read {path}: {error}") from None
     published = {}
@@ -147,17 +152,20 @@ def normalize(games, scores, references, path):
 
 
 def compute_curves(groups, references, path):
-    """Return for each agent steps [N], and its normalized scores there [N, runs, games]."""
+    """Return for each agent steps [N], and its normalized scores there [N, runs, games].
+
+    N is 0 where one run ends before another one has a return.
+    """
     curves = {}
     for label, runs in groups.items():
         known = [run.columns["steps"][np.isfinite(returns_of(run))] for run in runs]
         first, last = max(steps[0] for steps in known), min(steps[-1] for steps in known)
-        points = np.unique(np.linspace(first, last, NUM_POINTS))
+        points = np.unique(np.linspace(first, last, NUM_POINTS)) if first <= last else []
         scores = []
         for point in points:
             games, at_point = tabulate({label: runs}, point)
             scores.append(normalize(games, at_point, references, path)[label])
-        curves[label] = points, np.array(scores)
+        curves[label] = np.array(points), np.array(scores)
     return curves
 
 
@@ -178,7 +186,7 @@ def describe(games, scores, normalized, published):
         lines.append(f"| {label} | {size} | {' | '.join(cells)} |")
     for label, values in published[1].items():
         cells = [f"{statistic(values):.3f}" for statistic in STATISTICS.values()]
-        lines.append(f"| {label} | means, published | {' | '.join(cells)} |")
+        lines.append(f"| {label} | means | {' | '.join(cells)} |")
     if len(normalized) > 1:
         lines += ["", "| | probability of improvement |", "|---|---|"]
     for (label, values), (other, others) in itertools.permutations(normalized.items(), 2):
@@ -234,19 +242,22 @@ def draw(normalized, curves, published, path):
         shares.plot(levels, statistics.profile(values, levels), color=color, label=label)
         shares.fill_between(levels, low, high, color=color, alpha=0.2, lw=0)
         steps, at_steps = curves[label]
-        bands = [statistics.interval(iqm, scores, num_samples=1000) for scores in at_steps]
-        means.plot(steps / 1e6, iqm(at_steps), color=color, label=label)
-        means.fill_between(steps / 1e6, *np.transpose(bands), color=color, alpha=0.2, lw=0)
+        if len(steps):
+            bands = [statistics.interval(iqm, scores, num_samples=1000) for scores in at_steps]
+            means.plot(steps / 1e6, iqm(at_steps), color=color, label=label)
+            means.fill_between(steps / 1e6, *np.transpose(bands), color=color, alpha=0.2, lw=0)
     for i, (label, by_steps) in enumerate(published.items()):
         points = [(steps / 1e6, iqm(scores)) for steps, scores in by_steps.items()]
         style = ["--", ":", "-."][i % 3]
         means.plot(*zip(*points, strict=True), style, color=str(0.2 + 0.15 * (i % 4)), label=label)
     shares.set_title("share of runs with a score above", fontsize=10)
     means.set_title("interquartile mean, against million steps", fontsize=10)
-    means.set_xlim(0, 1.02 * max(steps[-1] for steps, _ in curves.values()) / 1e6)
+    last = [steps[-1] for steps, _ in curves.values() if len(steps)]
+    means.set_xlim(0, 1.02 * max(last) / 1e6 if last else None)
     for panel in (shares, means):
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
+        if panel.lines:
+            panel.legend(fontsize=8)
     figure.savefig(path, dpi=110)
 
 
@@ -265,9 +276,10 @@ def main(argv=None):
         return normalize(games, by_label, references, flags.scores)
 
     published = read_published(flags.published, games) if flags.published else {}
-    theirs = {
-        a: by_steps[flags.steps] for a, by_steps in published.items() if flags.steps in by_steps
-    }
+    theirs = {agent: means.get(flags.steps) for agent, means in published.items()}
+    if out := [agent for agent, values in theirs.items() if values is None]:
+        notes.append(f"the table is without {', '.join(out)}: no means at --steps {flags.steps}")
+    theirs = {agent: values for agent, values in theirs.items() if values is not None}
     text = describe(games, scores, normalized(scores), (theirs, normalized(theirs)))
     output = pathlib.Path(flags.output)
     picture, table = (output.with_name(f"{output.name}{end}") for end in (".png", ".md"))

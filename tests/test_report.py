@@ -111,20 +111,29 @@ def test_curves_follow_the_runs(runs):
     assert scores[-1, :, 1] == pytest.approx([(x + 20.7) / (14.6 + 20.7) for x in (14.1, 14.2)])
 
 
-def test_published_means_stand_beside_the_runs(runs, tmp_path):
+def test_runs_that_do_not_overlap_have_no_curve(tmp_path):
+    late = write_run(tmp_path / "a", "PongNoFrameskip-v4", ["", "", 1])
+    early = write_run(tmp_path / "b", "PongNoFrameskip-v4", [1, 2])
+    report.main([str(late), str(early), "--output", str(tmp_path / "out")])
+    assert "| pong | 1.0, 2.0 |" in (tmp_path / "out.md").read_text()
+
+
+def test_published_means_stand_beside_the_runs(runs, tmp_path, capsys):
     published = tmp_path / "published.csv"
     published.write_text(
         "agent,game,steps,return\nDQN,pong,2000,0\nDQN,beam_rider,2000,1000\nDQN,pong,3000,10\n"
-        "DQN,beam_rider,3000,2000\nC51,pong,3000,5\n"
+        "DQN,beam_rider,3000,2000\n\nC51,pong,3000,5\n"
     )
     output = ["--output", str(tmp_path / "out"), "--published", str(published)]
     report.main([*runs, *output, "--steps", "3000"])
     text = (tmp_path / "out.md").read_text()
     assert "| pong | 14.1, 14.2 | 15.1, 15.2 | 10.0 |" in text and "C51" not in text
+    assert "| game | old | new | DQN (published) |" in text
     middle = ((10 + 20.7) / (14.6 + 20.7) + (2000 - 363.9) / (16926.5 - 363.9)) / 2
-    assert f"| DQN | means, published | {middle:.3f} | " in text
+    assert f"| DQN (published) | means | {middle:.3f} | " in text
     report.main([*runs, *output])  # who does not say at how many steps gets the curves alone
     assert "published" not in (tmp_path / "out.md").read_text()
+    assert "is without DQN (published): no means at --steps None" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
