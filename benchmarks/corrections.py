@@ -37,6 +37,7 @@ class Transitions(NamedTuple):
 
 
 def ratio(log_probs, others):
+    """Return the ratio of probabilities; beyond MAX_LOG_RATIO it is constant, without gradient."""
     return (log_probs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -74,23 +75,20 @@ def decouple_ppo(x):
 
 
 def mask_second_moment(x):
-    """Leave out the most distant transitions until mean squares of log ratios are small.
+    """Leave out the most distant transitions until the mean square of log ratios is small.
 
     After Zheng et al. (2025), "Prosperity before collapse: how far can off-policy RL reach with
-    stale data on LLMs?" (M2PO). Left out are only those that PPO would clip: where the policy is to
-    move still farther from the one that acted.
+    stale data on LLMs?" (M2PO), without the bounds of the ratio that their code adds. The mean is
+    over those that PPO might clip: where the policy is to move still farther from the one that
+    acted. All others stay in.
     """
     vs, advantages = x.returns(torch.zeros_like(x.behavior_log_probs))
     log_ratios = (x.log_probs - x.behavior_log_probs).detach()
     farther = x.mask & (log_ratios * advantages > 0)
-    squares = torch.where(x.mask, log_ratios**2, 0)
-    others = squares.sum() - squares[farther].sum()  # these stay in, whatever they are
-    ordered = squares[farther].sort().values
-    counts = torch.arange(1, len(ordered) + 1, device=squares.device)
-    means = (others + ordered.cumsum(0)) / (x.mask.sum() - len(ordered) + counts)
-    allowed = ordered[means <= SECOND_MOMENT]
-    limit = allowed[-1] if len(allowed) else -1.0
-    out = farther & (squares > limit)
+    squares = (log_ratios**2)[farther].sort().values
+    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+    limit = squares[means <= SECOND_MOMENT].max() if (means <= SECOND_MOMENT).any() else -1.0
+    out = farther & (log_ratios**2 > limit)
     weights = ratio(x.log_probs, x.behavior_log_probs)
     return vs, torch.where(out, 0, -weights * advantages)
 
@@ -147,9 +145,9 @@ class Loss:
             "pg_loss": pg_loss.detach(),
             "baseline_loss": baseline_loss.detach(),
             "entropy_loss": entropy_loss.detach(),
-            "steps": mask.sum(),
+            "steps": mask[:, : flags.batch_size].sum(),  # of the new rollouts
             "total_variation": total_variation(logits.detach(), behavior_logits, mask),
-            "second_moment": torch.where(mask, log_rhos**2, 0).sum() / mask.sum(),
+            "second_moment": torch.where(mask, log_rhos**2, 0).sum() / mask.sum().clamp(min=1),
             **diagnostics.from_logits(behavior_logits, logits, targets, values, mask),
         }
 
@@ -168,4 +166,4 @@ class Loss:
 def total_variation(logits, others, mask):
     """Return the mean distance of two policies: half the sum of probabilities' differences."""
     distance = (F.softmax(logits, -1) - F.softmax(others, -1)).abs().sum(-1) / 2
-    return torch.where(mask, distance, 0).sum() / mask.sum()
+    return torch.where(mask, distance, 0).sum() / mask.sum().clamp(min=1)

@@ -74,14 +74,15 @@ def correct(correction, log_ratios, advantages, clipping=0.2, proximal=None):
 
 @pytest.mark.parametrize("clipping", [0.2, 1e9])
 def test_vtrace_is_the_loss_of_monobeast(clipping):
-    flags, logits, batch = make_flags("vtrace", clipping), random_logits(1), None
+    flags, logits = make_flags("vtrace", clipping), random_logits(1)
+    flags.batch_size = B - 1  # the last rollout is one of the replay
     batch = make_batch(random_logits(2))
     own = gradients(corrections.Loss(), flags, logits, batch)
     expected = gradients(monobeast.compute_loss, flags, logits, batch)
     for a, b in zip(own[:2], expected[:2], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     assert own[2]["total_loss"] == pytest.approx(expected[2]["total_loss"].item(), abs=1e-5)
-    assert own[2]["steps"] == expected[2]["steps"] == T * B - 1
+    assert own[2]["steps"] == expected[2]["steps"] == T * (B - 1) - 1
 
 
 @pytest.mark.parametrize("correction", corrections.CORRECTIONS)
@@ -146,28 +147,40 @@ def test_the_proximal_policy_is_an_average_of_all_before():
 
 
 def test_m2po_leaves_out_the_most_distant_that_move_farther():
-    log_ratios = [0.1, 0.3, -0.5, 0.4, 0.0]
-    gradient = correct("m2po", log_ratios, [1.0, 1.0, -1.0, -1.0, 1.0])
-    # (0.01 + 0.16) / 3 is more than 0.04, as is what 0.3 and -0.5 add; the fourth moves back.
-    expected = [-math.exp(0.1), 0, 0, math.exp(0.4), -1]
-    assert 0.17 / 3 > corrections.SECOND_MOMENT > 0.01 / 3
-    got = correct("m2po", [0.1, 0.3, -0.5, 0.1, 0.0], [1.0, 1.0, -1.0, -1.0, 1.0])
-    assert got.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.3), 0, math.exp(0.1), -1])
-    expected[0] = 0  # without it, too, what must stay has more: all that move farther are left out
+    gradient = correct("m2po", [0.1, 0.2, -0.5, 7.0, 0.0], [1.0, 1.0, -1.0, -1.0, 1.0])
+    # Of the first three, which move farther, the third is left out; the fourth moves back.
+    assert (0.01 + 0.04) / 2 < corrections.SECOND_MOMENT < (0.01 + 0.04 + 0.25) / 3
+    expected = [-math.exp(0.1), -math.exp(0.2), 0, math.exp(7), -1]
     assert gradient.tolist() == pytest.approx(expected)
 
 
-def test_m2po_keeps_as_many_as_the_bound_allows():
+@pytest.mark.parametrize("scale", [0.05, 0.25, 1.0])
+def test_m2po_keeps_as_many_as_the_bound_allows(scale):
     generator = torch.Generator().manual_seed(0)
-    for scale in (0.05, 0.2, 1.0):
-        ratios = (torch.randn(40, generator=generator) * scale).tolist()
-        signs = (torch.randint(2, (40,), generator=generator) * 2.0 - 1).tolist()
-        kept = correct("m2po", ratios, signs) != 0
-        squares = torch.tensor(ratios) ** 2
-        farther = torch.tensor(ratios) * torch.tensor(signs) > 0
-        assert kept[~farther].all()
-        order = squares.masked_fill(~farther, math.inf).argsort()[: int(farther.sum())]
-        sets = [torch.cat([order[:k], torch.where(~farther)[0]]) for k in range(len(order) + 1)]
-        fitting = [s for s in sets if squares[s].mean() <= corrections.SECOND_MOMENT]
-        best = fitting[-1] if fitting else sets[0]
-        assert sorted(best.tolist()) == torch.where(kept)[0].tolist()
+    ratios = torch.randn(1000, generator=generator) * scale
+    signs = torch.randint(2, (1000,), generator=generator) * 2.0 - 1
+    kept = correct("m2po", ratios.tolist(), signs.tolist()) != 0
+    farther = ratios * signs > 0
+    assert kept[~farther].all()
+    squares = ratios[farther].square()
+    inside, outside = squares[kept[farther]], squares[~kept[farther]]
+    assert inside.mean() <= corrections.SECOND_MOMENT
+    if len(outside):
+        assert outside.min() > inside.max()
+        added = (inside.sum() + outside.min()) / (len(inside) + 1)
+        assert added > corrections.SECOND_MOMENT
+    assert (len(outside) == 0) == (scale == 0.05)
+
+
+@pytest.mark.parametrize("correction", ["m2po", "decoupled"])
+def test_ratios_are_constant_where_they_would_overflow(correction):
+    inside, outside = correct(correction, [19.0, 100.0], [-1.0, -1.0])
+    assert inside == pytest.approx(math.exp(19)) and outside == 0
+
+
+def test_a_batch_of_resets_alone_has_finite_metrics():
+    batch = make_batch(random_logits(2))
+    batch["truncated"][:] = True
+    *own, metrics = gradients(corrections.Loss(), make_flags("m2po"), random_logits(1), batch)
+    assert not any(g.any() for g in own)
+    assert all(torch.as_tensor(value).isfinite().all() for value in metrics.values())
