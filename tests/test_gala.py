@@ -665,15 +665,15 @@ def test_agents_go_on_with_what_each_of_them_had_learned(tmp_path, in_step):
         saved = load(tmp_path / "run" / "model.tar")["optimizer_state_dict"]["state"]
         return [saved[i]["square_avg"] for i in sorted(saved)]
 
-    def check_distance():
+    def check_distance(tolerance):
         weights = torch.stack([torch.cat([w.flatten() for w in x.values()]) for x in agents])
         apart, rows = (weights - weights.mean(0)).norm().item(), read_rows(tmp_path / "run")
-        assert column(rows, "consensus_distance")[-1] == pytest.approx(apart, rel=1e-3, abs=1e-4)
+        assert column(rows, "consensus_distance")[-1] == pytest.approx(apart, rel=tolerance)
         assert apart > 0.01 and not column(rows, "gradient_cosine_peers")
 
     train(tmp_path, "--exchange none --total_steps 2000")
     agents, squares = agents_of(tmp_path), states()
-    check_distance()
+    check_distance(0.1)  # of the last row: agents may learn from a batch or two more
     step = last_step(tmp_path / "run")
     # In step, so that no agent makes more updates than others: two to come to the end, two ahead.
     options = f"--exchange none --total_steps {step + 100} --learning_rate 1e-12"
@@ -682,7 +682,7 @@ def test_agents_go_on_with_what_each_of_them_had_learned(tmp_path, in_step):
     for before, after in zip(agents, agents_of(tmp_path), strict=True):
         for name, weight in before.items():
             torch.testing.assert_close(weight, after[name], rtol=0, atol=1e-6)
-    check_distance()
+    check_distance(1e-3)
     n = len(squares) // 3
     assert not torch.equal(squares[0], squares[n])
     for before, after in zip(squares, states(), strict=True):
