@@ -53,6 +53,7 @@ def add_flags(parser):
 
 def create_atari(flags, render_mode=None):
     """Make `flags.env` as the flags say; observations are uint8 [frame_stack, 84, 84]."""
+    atari_games.check_keys(flags)
     names = ("noop_max", "frame_skip", "max_pool", "grayscale", "sticky_actions")
     options = {name: getattr(flags, name) for name in (*names, "full_action_space")}
     env = make_atari(flags.env, render_mode=render_mode, **options)

@@ -606,10 +606,13 @@ def train(flags):
     sample = Environments(lambda: create_env(flags), 1, [flags.seed, 0], "the environment")
     with contextlib.closing(sample):
         try_out(sample)
-        spaces, stack_size = (sample.observation_space, sample.action_space), sample.stack_size
+        spaces = sample.observation_space, sample.action_space
+        # Of stacks the replay keeps the newest frame. Only those of atari_wrappers are sure to be
+        # made of the frames before.
+        stack_size = sample.stack_size if gym_envs.is_game(flags.env) else 1
         flags = resolve(flags, *spaces, sample.frame_skip)
     model, (rows, outputs, state) = nets.create_net(Net, *spaces, **net_arguments(flags))
-    replay = create_replay(flags, rows, outputs, state, max(1, stack_size))
+    replay = create_replay(flags, rows, outputs, state, stack_size)
     weights = SharedWeights(model)
     buffers = rollout_buffers.create_buffers(flags, rows, outputs, state)
     for name, dtype in (

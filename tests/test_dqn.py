@@ -433,6 +433,21 @@ def test_an_environment_of_a_module_is_created(monkeypatch):
     assert dqn.create_env(flags).reset(seed=1)[0].shape == (3,)
 
 
+def test_only_stacks_of_games_are_taken_apart(monkeypatch, tmp_path):
+    sizes, create_env = [], dqn.create_env
+
+    def stack(flags):
+        env = create_env(flags)
+        return gym.wrappers.FrameStackObservation(env, 4) if flags.env == "CartPole-v1" else env
+
+    monkeypatch.setattr(dqn, "create_replay", lambda *values: sizes.append(values[-1]) or 1 / 0)
+    monkeypatch.setattr(dqn, "create_env", stack)
+    for env in ("CartPole-v1", "PongNoFrameskip-v4"):
+        with pytest.raises(ZeroDivisionError):
+            dqn.main(f"--env {env} --savedir {tmp_path} {SMALL}".split())
+    assert sizes == [1, 4]
+
+
 def train(folder, name, *arguments):
     where = ("--xpid", name, "--savedir", folder)
     status, output = run(SCRIPT, "dqn", "--env CartPole-v1", SMALL, *arguments, *where)

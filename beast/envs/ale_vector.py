@@ -143,6 +143,7 @@ def _make(flags, num_envs, num_threads):
     for flag, least in (("noop_max", 0), ("frame_skip", 1), ("frame_size", 0), ("frame_stack", 1)):
         if getattr(flags, flag) < least:
             raise ValueError(f"--{flag} is {getattr(flags, flag)}; it should be {least} or more")
+    atari_games.check_keys(flags)
     spec = atari_games.find_spec(flags.env)
     unknown = sorted(spec.kwargs.keys() - _KNOWN)
     if unknown:

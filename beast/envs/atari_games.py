@@ -63,6 +63,13 @@ def find_spec(env_id):
     return spec
 
 
+def check_keys(flags):
+    if keys := getattr(flags, "observation_keys", None):  # no flag of atari_wrappers.py
+        raise FlagError(
+            f"--observation_keys is {keys}, but an Atari game shows one image: leave the flag out"
+        )
+
+
 def check_sticky_actions(sticky_actions):
     if not 0 <= sticky_actions <= 1:
         raise FlagError(f"sticky_actions is a probability from 0 to 1, not {sticky_actions}")

@@ -118,12 +118,12 @@ class Environments:
     def stack_size(self):
         """Number of frames stacked in an observation; 0 if unknown."""
         is_stack = isinstance(self.observation_space, gym.spaces.Box)
-        return int(self._wrapper_attr("stack_size", 0)) if is_stack else 0
+        return self._wrapper_number("stack_size", 0) if is_stack else 0
 
     @property
     def frame_skip(self):
         """Frames a step: the attribute `frame_skip` of a wrapper, else 1."""
-        return int(self._wrapper_attr("frame_skip", 1))
+        return self._wrapper_number("frame_skip", 1)
 
     def initial(self):
         """Reset every environment and return the very first row."""
@@ -239,13 +239,17 @@ class Environments:
             self.watched_steps = 0
             what = "info has an action_mask, but the observation has none, so the net ignores it: "
             what += "let reset return it, too, and create_env wrap it by gym_envs.ObserveMask"
+            if not isinstance(self.action_space, gym.spaces.Discrete):
+                what = "info has an action_mask, which is ignored: it is for Discrete actions alone"
             logging.warning("%s", self._error(i, what))
 
-    def _wrapper_attr(self, name, default):
+    def _wrapper_number(self, name, default):
         try:
-            return self.envs[0].get_wrapper_attr(name)
+            value = self.envs[0].get_wrapper_attr(name)
         except AttributeError:
             return default
+        # Others may mean another thing by this name, as a range of frame skips.
+        return int(value) if isinstance(value, (int, np.integer)) and value > 0 else default
 
     def _check_spaces(self):
         first = self.envs[0]
@@ -281,7 +285,12 @@ class Environments:
 
 
 def _describe(error):
-    return str(error) if isinstance(error, FlagError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, FlagError):
+        return str(error)
+    text = f"{type(error).__name__}: {error}"
+    if re.search("expected 5, got 4|unexpected keyword argument '(seed|options)'", text):
+        text += " (is it of the old Gym API? The package shimmy has wrappers for it)"
+    return text
 
 
 def _describe_result(result):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments by their ids in Gymnasium, and action masks."""
 
+import contextlib
 import functools
 
 import gymnasium as gym
@@ -16,28 +17,43 @@ def create(flags):
 
     One whose `info` has an action mask observes a Dict of "observation" and "action_mask".
     """
+    if is_game(flags.env):  # create_env of most programs asks before
+        raise FlagError(f"{flags.env} is a game of Atari: dqn.py, ppo.py and others play it")
     if flags.env.startswith("MinAtar/") and flags.env not in gym.registry:
         from minatar.gym import register_envs
 
         register_envs()
-    # Some environments take no render_mode, others must have one.
-    make = functools.partial(gym.make, flags.env, disable_env_checker=True)  # Environments checks
-    try:
-        env = make() if flags.render_mode is None else make(render_mode=flags.render_mode)
-    except TypeError as error:
-        if flags.render_mode is not None or "render_mode" not in str(error):
-            raise
-        env = make(render_mode=None)
+    env = _make(flags.env, flags.render_mode)
     if is_spec_of_game(env.spec):  # which is_game does not know by this name
         raise FlagError(f"{flags.env} is ale-py's {env.spec.id}: give --env {env.spec.id}")
     if flags.observation_keys:
         env = _keep(env, read_keys(env.observation_space, flags.observation_keys))
     has_mask = ACTION_MASK in getattr(env.observation_space, "spaces", ())
     if isinstance(env.action_space, gym.spaces.Discrete) and not has_mask:
-        result = env.reset(seed=0)
-        if isinstance(result, tuple) and ACTION_MASK in result[-1]:
+        if has_mask_in_info(flags.env):
             env = ObserveMask(env)
     return env
+
+
+def _make(env_id, render_mode):
+    make = functools.partial(gym.make, env_id, disable_env_checker=True)  # Environments checks
+    # Some environments take no render_mode, others must have one.
+    try:
+        return make() if render_mode is None else make(render_mode=render_mode)
+    except TypeError as error:
+        if "render_mode" not in str(error):
+            raise
+        if render_mode is not None:
+            raise FlagError(f"{env_id} cannot be rendered: it takes no render_mode") from None
+        return make(render_mode=None)
+
+
+@functools.cache
+def has_mask_in_info(env_id):
+    """Ask another copy, since the first reset of each that plays is to be with its own seed."""
+    with contextlib.closing(_make(env_id, None)) as env:
+        result = env.reset(seed=0)
+        return isinstance(result, tuple) and ACTION_MASK in result[-1]
 
 
 def read_keys(space, text):
@@ -49,7 +65,8 @@ def read_keys(space, text):
             f"--observation_keys has {', '.join(unknown)}, but observations are {space}: "
             + (f"name some of {', '.join(known)}" if known else "leave the flag out")
         )
-    return keys
+    # A mask is obeyed even where it is not asked for.
+    return keys + [ACTION_MASK] * (ACTION_MASK in known and ACTION_MASK not in keys)
 
 
 def _keep(env, keys):
@@ -62,7 +79,8 @@ def _keep(env, keys):
 class ObserveMask(gym.Wrapper):
     """Adds info["action_mask"] to the observation, which becomes, or is, a Dict.
 
-    `info` must have it in each step, but for the last one of an episode.
+    `info` must have it in each step, but for the last one of an episode, where the one before may
+    hold.
     """
 
     def __init__(self, env):
@@ -80,7 +98,7 @@ class ObserveMask(gym.Wrapper):
     def step(self, action):
         observation, reward, terminated, truncated, info = self.env.step(action)
         if terminated or truncated:
-            info = {ACTION_MASK: np.ones(self.action_space.n)} | info
+            info = {ACTION_MASK: self._mask} | info
         return self._observe(observation, info), reward, terminated, truncated, info
 
     def _observe(self, observation, info):
@@ -93,5 +111,6 @@ class ObserveMask(gym.Wrapper):
                 f"info['action_mask'] has the shape {list(mask.shape)}, but there are "
                 f"{space.shape[0]} actions"
             )
+        self._mask = mask  # of an end without one, whose value may count, if a time limit cut it
         parts = observation if self._is_dict else {"observation": observation}
         return {**parts, ACTION_MASK: mask}

@@ -113,7 +113,15 @@ class Observations(nn.Module):
         for path, part in leaves(space):
             if path == (ACTION_MASK,):
                 continue
-            if (image := find_image(part, channels_last)) is not None:
+            try:
+                image = find_image(part, channels_last)
+            except ValueError as error:
+                if not path:
+                    raise
+                name = "".join(f"[{key!r}]" for key in path)
+                advice = "leave it out, by --observation_keys, or make it another one in create_env"
+                raise ValueError(f"observation{name}: {error}; or {advice}") from None
+            if image is not None:
                 self.images.append(image)
                 self._image_paths.append(path)
             else:

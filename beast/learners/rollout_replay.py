@@ -60,7 +60,7 @@ class RolloutReplay:
         size = min(self._num_stored, self._capacity)
         if size >= self._count:
             indices = torch.randperm(size, generator=self._random)[: self._count]
-            rows, state = map_nest(lambda x: x[indices].movedim(0, 1), self._stored)
+            rows, state = map_nest(lambda x: _take(x, indices).movedim(0, 1), self._stored)
             mixed = batch._replace(
                 rows=map_nest(_join, batch.rows, rows),
                 agent_state=map_nest(_join, batch.agent_state, state),
@@ -73,8 +73,8 @@ class RolloutReplay:
             self._check_memory(new)
             self._stored = map_nest(lambda x: x.new_empty(self._capacity, *x.shape[1:]), new)
         n = len(new[0]["done"])
-        places = (self._num_stored + torch.arange(n)) % self._capacity
-        map_nest(lambda stored, x: stored.__setitem__(places, x), self._stored, new)
+        places = [(self._num_stored + i) % self._capacity for i in range(n)]
+        map_nest(lambda stored, x: _put(stored, places, x), self._stored, new)
         self._num_stored += n
 
     def _check_memory(self, new):
@@ -87,6 +87,16 @@ class RolloutReplay:
                 f"{free / 2**30:.1f} GiB of memory are free: give at most "
                 f"{int(0.9 * free // sum(sizes))}"
             )
+
+
+def _take(stored, indices):
+    return torch.stack([stored[i] for i in indices.tolist()])
+
+
+def _put(stored, places, x):
+    """Write x to places of a tensor, one by one: torch has no index_put of all dtypes."""
+    for place, item in zip(places, x, strict=True):
+        stored[place].copy_(item)
 
 
 def _join(new, old):

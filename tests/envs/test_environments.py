@@ -197,12 +197,16 @@ def test_environments_describe_themselves():
     plain, wrapped = Environments(Catch, 1, 0), Environments(create_env, 1, 0)
     assert (plain.stack_size, plain.frame_skip) == (0, 1)
     assert (wrapped.stack_size, wrapped.frame_skip) == (3, 2)
+    plain.envs[0].stack_size, plain.envs[0].frame_skip = "large", (2, 5)  # of another meaning
+    assert (plain.stack_size, plain.frame_skip) == (0, 1)
     assert plain.spaces == Environments(Catch, 3, 1).spaces != wrapped.spaces
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [(lambda *values: {}["key"], "raised KeyError: 'key'"),
+     (lambda *values: [(a, b, c, d, e) for a, b, c, d, e in [values[:4]]],  # as a wrapper does
+      "expected 5, got 4.*is it of the old Gym API"),
      (lambda o, r, terminated, truncated, info: (o, r, terminated, info),
       "the old Gym API: return terminated and truncated"),
      (lambda o, *rest: o, "step.. returned ndarray; it should return observation, reward, "),

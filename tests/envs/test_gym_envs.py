@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
 
+from atari_wrappers import create_atari
 from beast.envs import gym_envs
 from beast.envs.environments import Environments, try_out
 from beast.envs.spaces import check_discrete
@@ -37,6 +38,7 @@ BOX = Box(-1, 1, (3,))
 def create(monkeypatch, space, info=(), keys=None, action_space=None, render_mode=None):
     arguments = {"space": space, "info": dict(info), "action_space": action_space or Discrete(4)}
     monkeypatch.setattr(gym.registry["Any-v0"], "kwargs", arguments)
+    gym_envs.has_mask_in_info.cache_clear()
     return gym_envs.create(
         types.SimpleNamespace(env="Any-v0", render_mode=render_mode, observation_keys=keys)
     )
@@ -72,6 +74,9 @@ def test_a_step_without_the_mask_is_named_but_for_the_last_one(monkeypatch):
     inner = env.unwrapped
     monkeypatch.setattr(inner, "step", lambda a: (BOX.sample(), 0.0, a == 1, False, {}))
     assert env.step(1)[0]["action_mask"].all()
+    monkeypatch.setattr(inner, "info", {"action_mask": np.array([0, 1, 0, 1])})
+    env.reset()  # what an end leaves out is as in the step before, for the value of a cut episode
+    assert env.step(1)[0]["action_mask"].tolist() == [0, 1, 0, 1]
     with pytest.raises(ValueError, match="info has no 'action_mask' in this step"):
         env.step(0)
 
@@ -81,6 +86,31 @@ def test_a_mask_that_the_net_does_not_get_is_told(monkeypatch, caplog):
     env.unwrapped.info["action_mask"] = np.ones(4)
     try_out(Environments(lambda: env, 1, 1))
     assert "info has an action_mask, but the observation has none" in caplog.text
+    parts = create(monkeypatch, BOX, action_space=MultiDiscrete([2, 2]))
+    parts.unwrapped.info["action_mask"] = np.ones(4)
+    try_out(Environments(lambda: parts, 1, 1))
+    assert "which is ignored: it is for Discrete actions alone" in caplog.text
+
+
+def test_the_first_reset_is_with_the_seed_of_the_copy(monkeypatch):
+    seeds, reset = [], Any.reset
+    monkeypatch.setattr(
+        Any, "reset", lambda self, seed=None, **kw: seeds.append((self, seed)) or reset(self)
+    )
+    environments = Environments(lambda: create(monkeypatch, BOX), 2, 5)
+    environments.initial()
+    played = [env.unwrapped for env in environments.envs]
+    assert [seed for env, seed in seeds if env in played] == environments.seeds
+
+
+def test_what_cannot_be_rendered_or_is_a_game_is_told(monkeypatch):
+    with pytest.raises(FlagError, match="Any-v0 cannot be rendered: it takes no render_mode"):
+        create(monkeypatch, BOX, render_mode="human")
+    flags = types.SimpleNamespace(env="PongNoFrameskip-v4", observation_keys="image")
+    with pytest.raises(FlagError, match="PongNoFrameskip-v4 is a game of Atari: dqn.py"):
+        gym_envs.create(flags)
+    with pytest.raises(FlagError, match="--observation_keys is image, but an Atari game shows one"):
+        create_atari(flags)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +144,8 @@ def test_text_is_refused_by_its_key_which_a_flag_leaves_out(monkeypatch):
     with pytest.raises(EnvError, match=r"observation\['mission'\] is .*--observation_keys image,t"):
         Environments(lambda: create(monkeypatch, space), 1, 1)
     assert set(create(monkeypatch, space, (), "image,turn").observation_space) == {"image", "turn"}
+    masked = Dict(a=BOX, b=BOX, action_mask=MultiBinary(4))  # a mask is always kept
+    assert set(create(monkeypatch, masked, (), "a").observation_space) == {"a", "action_mask"}
     env = create(monkeypatch, space, (), "image")
     assert env.observation_space == BOX and BOX.contains(env.reset()[0])
     with pytest.raises(FlagError, match="has board, but .*: name some of image, mission, turn"):

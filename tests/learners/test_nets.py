@@ -172,6 +172,7 @@ def test_a_net_is_created_with_its_answer_to_sample_rows(use_lstm):
     [
         gym.spaces.Box(0, 255, (84, 90, 80), np.uint8),  # channels first or last
         gym.spaces.Dict(a=gym.spaces.Box(0, 2**63 - 1, (4, 84, 84), np.int64)),  # without bounds
+        gym.spaces.Dict(a=gym.spaces.Tuple([gym.spaces.Box(0, 255, (55, 80), np.uint8)])),
     ],
     ids=lambda space: str(space)[:30],
 )
@@ -179,7 +180,8 @@ def test_observations_that_a_net_cannot_take_are_refused(space):
     with pytest.raises(FlagError) as error:
         create_net(MonoNet, space, DISCRETE)
     where = f"Net in {inspect.getfile(MonoNet)} cannot be made for frames"
-    for text in (where, str(space), "docs/model.md"):
+    path = {False: "", True: "observation['a']"}[isinstance(space, gym.spaces.Dict)]
+    for text in (where, str(space), "docs/model.md", path):
         assert text in str(error.value)
 
 

@@ -51,6 +51,19 @@ def test_old_rollouts_stand_whole_behind_the_new_ones():
     assert len(seen) == 10 or seen >= {10.0, 9.0, 8.0, 7.0, 20.0, 19.0, 18.0, 17.0}
 
 
+@pytest.mark.parametrize("kind", ["bool", "uint8", "uint16", "uint32", "uint64", "int8", "float64"])
+def test_frames_of_all_types_are_stored(kind):
+    dtype = getattr(torch, kind)
+    replay = RolloutReplay(make_flags(1.0))
+    for number in range(3):
+        batch = make_batch(number)
+        batch.rows["frame"] = batch.rows["frame"].to(dtype)
+        mixed = replay.mix(batch)
+    frame, more = mixed.rows["frame"], mixed.rows["more"][0]
+    assert frame.dtype == dtype and frame.shape[1] == 2 * B
+    assert (frame.numpy() == more.to(dtype).numpy()).all()
+
+
 def test_a_ratio_of_zero_changes_nothing():
     replay, batch = RolloutReplay(make_flags(0.0)), make_batch(0)
     assert all(replay.mix(batch) is batch for _ in range(5))
