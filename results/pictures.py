@@ -59,6 +59,7 @@ SUITES = {  # and whether their runs are IMPALA's
     "ppo": False,
     "gala": False,
     "replay": False,
+    "environments": False,
 }
 
 
