@@ -3,11 +3,11 @@
 
     python benchmarks/environments.py --repeats 5 --steps 3000
 
-Four ways to step the game, with the same random actions, one after the other and over again, in
-one process pinned to one core; and a fifth where EnvPool is installed (pip install envpool==1.2.7,
-Python 3.12 and newer). A step is `--frame_skip` emulator frames. Seconds are CPU time of all threads, so that
-other programs on the machine disturb little. Ratios are medians of the ratios within a round.
-Prints Markdown.
+Four ways to step the game, with the same random actions, one after the other and over again, in one
+process pinned to one core; and a fifth where EnvPool is installed (pip install envpool==1.2.7,
+Python 3.12 and newer). A step is `--frame_skip` emulator frames. Seconds are CPU time of all
+threads, so that other programs on the machine disturb little. Ratios are medians of the ratios
+within a round. Prints Markdown.
 """
 
 import argparse
