@@ -94,7 +94,7 @@ class EnvPoolEnvironments:
             self.action_space = _correct(self._pool.spec.action_space, is_action=True)
             self._key = None  # the only part of a Dict that is observed
             if flags.observation_keys:
-                self._keep(read_keys(self.observation_space, flags.observation_keys))
+                self._keep(read_keys(self, flags.observation_keys))
             self.num_actions = count_actions(self.action_space)
             check_mask(self.observation_space, self.action_space)
             frame = empty_observation(self.observation_space, num_envs)

@@ -27,7 +27,7 @@ def create(flags):
     if is_spec_of_game(env.spec):  # which is_game does not know by this name
         raise FlagError(f"{flags.env} is ale-py's {env.spec.id}: give --env {env.spec.id}")
     if flags.observation_keys:
-        env = _keep(env, read_keys(env.observation_space, flags.observation_keys))
+        env = _keep(env, read_keys(env, flags.observation_keys))
     has_mask = ACTION_MASK in getattr(env.observation_space, "spaces", ())
     if isinstance(env.action_space, gym.spaces.Discrete) and not has_mask:
         if has_mask_in_info(flags.env):
@@ -56,17 +56,19 @@ def has_mask_in_info(env_id):
         return isinstance(result, tuple) and ACTION_MASK in result[-1]
 
 
-def read_keys(space, text):
-    """Return the keys in `text`, of --observation_keys; raise a FlagError if `space` lacks one."""
-    keys = text.replace(" ", "").split(",")
+def read_keys(env, text):
+    """Return the keys in `text`, of --observation_keys; raise a FlagError if `env` lacks one."""
+    space, keys = env.observation_space, text.replace(" ", "").split(",")
     known = list(space.spaces) if isinstance(space, gym.spaces.Dict) else []
     if unknown := [key for key in keys if key not in known]:
         raise FlagError(
             f"--observation_keys has {', '.join(unknown)}, but observations are {space}: "
             + (f"name some of {', '.join(known)}" if known else "leave the flag out")
         )
-    # A mask is obeyed even where it is not asked for.
-    return keys + [ACTION_MASK] * (ACTION_MASK in known and ACTION_MASK not in keys)
+    # A mask of Discrete actions is obeyed even where it is not asked for.
+    if isinstance(env.action_space, gym.spaces.Discrete):
+        keys += [key for key in known if key == ACTION_MASK and key not in keys]
+    return keys
 
 
 def _keep(env, keys):

@@ -380,7 +380,7 @@ def test_bounds_are_infinite_where_envpool_has_none():
      ("starpilot", "is it StarpilotHard-v0 or StarpilotEasy-v0 or"),
      ("qqq", "no environment 'qqq'; envpool.list_all_envs\\(\\) lists all$"),
      ("TicTacToe-v1", "TicTacToe-v1 has 2 players; only 1 works"),
-     ("Game2048-v1 --observation_keys x", "name action_mask, board"),
+     ("Game2048-v1 --observation_keys x", "name some of action_mask, board"),
      ("Pong-v5 --sticky_actions 1.5", "a probability from 0 to 1, not 1.5"),
      ("Pong-v5 --noop_max 0", "--noop_max is 0; EnvPool needs 1 or more"),
      ("Pong-v5 --frame_size 0", "--frame_size is 0; EnvPool needs 1 or more"),
@@ -464,7 +464,7 @@ def test_a_program_for_discrete_actions_names_those_for_others(tmp_path):
     arguments = "--env HalfCheetah-v4 --env_backend envpool --savedir"
     status, output = run(ROOT / "monobeast.py", arguments, tmp_path)
     (line,) = (line for line in output.splitlines() if line)
-    assert status == 1 and "takes Discrete actions only" in line and "sac.py and ppo.py" in line
+    assert status == 1 and "chooses Discrete actions" in line and "sac.py and ppo.py" in line
 
 
 @needs_envpool
