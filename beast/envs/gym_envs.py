@@ -29,9 +29,9 @@ def create(flags):
     if flags.observation_keys:
         env = _keep(env, read_keys(env, flags.observation_keys))
     has_mask = ACTION_MASK in getattr(env.observation_space, "spaces", ())
-    if isinstance(env.action_space, gym.spaces.Discrete) and not has_mask:
-        if has_mask_in_info(flags.env):
-            env = ObserveMask(env)
+    is_discrete = isinstance(env.action_space, gym.spaces.Discrete)
+    if is_discrete and not has_mask and has_mask_in_info(flags.env):
+        env = ObserveMask(env)
     return env
 
 

@@ -60,7 +60,7 @@ class RolloutReplay:
         size = min(self._num_stored, self._capacity)
         if size >= self._count:
             indices = torch.randperm(size, generator=self._random)[: self._count]
-            rows, state = map_nest(lambda x: _take(x, indices).movedim(0, 1), self._stored)
+            rows, state = map_nest(lambda x: x[indices].movedim(0, 1), self._stored)
             mixed = batch._replace(
                 rows=map_nest(_join, batch.rows, rows),
                 agent_state=map_nest(_join, batch.agent_state, state),
@@ -87,10 +87,6 @@ class RolloutReplay:
                 f"{free / 2**30:.1f} GiB of memory are free: give at most "
                 f"{int(0.9 * free // sum(sizes))}"
             )
-
-
-def _take(stored, indices):
-    return torch.stack([stored[i] for i in indices.tolist()])
 
 
 def _put(stored, places, x):
