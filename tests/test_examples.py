@@ -104,12 +104,12 @@ def test_the_crop_of_nethack_is_around_the_player(apply, load, program):
     module = load(apply(EXAMPLES[f"nethack_{program}"]), program)
     glyphs, blstats = torch.randint(0, 9, (30, 21, 79)), torch.randint(0, 21, (30, 27))
     blstats[:2, :2] = torch.tensor([[0, 0], [78, 20]])  # two corners of the map
-    crop = module.crop(glyphs, blstats, 9)
+    crop = module.crop(glyphs, blstats)
     for i, (x0, y0) in enumerate(blstats[:, :2].tolist()):
         for y, x in np.ndindex(9, 9):
             place = y0 + y - 4, x0 + x - 4
             is_inside = 0 <= place[0] < 21 and 0 <= place[1] < 79
-            assert crop[i, y, x] == (glyphs[i][place] if is_inside else 9)
+            assert crop[i, y, x] == (glyphs[i][place] if is_inside else module.BLANK)
 
 
 def make_attention(module):

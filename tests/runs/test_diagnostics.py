@@ -172,7 +172,7 @@ def test_metrics_leave_the_device_together(monkeypatch):
         ("behavior_target_kl", 0.2, "KL 0.2"),
         ("policy_lag_max", 150, "lag 150"),
         ("entropy_share", 0.012, "entropy 0.012"),
-        ("explained_variance", -0.4, "baseline -0.4"),
+        ("explained_variance", 0.001, "baseline 0.001"),
         ("clipped_updates", 1.0, "clipped 1"),
     ],
 )
