@@ -112,6 +112,27 @@ def test_the_crop_of_nethack_is_around_the_player(apply, load, program):
             assert crop[i, y, x] == (glyphs[i][place] if is_inside else module.BLANK)
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_background_of_nethack_is_and_stays_zero(apply, load, program):
+    module = load(apply(EXAMPLES[f"nethack_{program}"]), program)
+    space = gym.spaces.Dict(
+        glyphs=gym.spaces.Box(0, 5976, (21, 79), np.int16),
+        blstats=gym.spaces.Box(-(2**31), 2**31 - 1, (27,), np.int64),
+        message=gym.spaces.Box(0, 255, (256,), np.uint8),
+    )
+    net = module.Net(space, 5, use_lstm=True)
+    frame = {key: torch.zeros(2, 3, *box.shape, dtype=torch.int64) for key, box in space.items()}
+    frame["glyphs"] += module.BLANK
+    frame["glyphs"][..., 3, 3] = 7  # something to learn from
+    rows = {"frame": frame, "reward": torch.zeros(2, 3), "done": torch.zeros(2, 3).bool()}
+    rows["last_action"] = torch.zeros(2, 3, dtype=torch.int64)
+    optimizer = torch.optim.RMSprop(net.parameters())
+    net(rows, net.initial_state(3))[0]["baseline"].sum().backward()
+    optimizer.step()
+    assert net.glyphs.weight.grad[7].any()
+    assert not net.glyphs.weight[module.BLANK].any() and not net.letters.weight[0].any()
+
+
 def make_attention(module):
     """Return a net whose answers differ clearly from row to row, and the size of its window."""
     torch.manual_seed(0)

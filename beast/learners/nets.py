@@ -161,7 +161,7 @@ class CenteredConv2d(nn.Conv2d):
 def initialize(layers, gain):
     """Draw orthogonal weights for the convolutions and linear layers among `layers`; return all."""
     for layer in layers:
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+        if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Linear)):
             nn.init.orthogonal_(layer.weight, gain)
             nn.init.zeros_(layer.bias)
     return layers

@@ -146,7 +146,11 @@ def test_a_child_that_an_environment_forks_ends_by_a_signal():
     is_up, signals = context.Event(), StopSignals(print)
     signals.catch()
     try:
-        child = context.Process(target=lambda: (is_up.set(), time.sleep(2 * DEADLINE)))
+        # In short naps: a signal just before a sleep begins is handled when that sleep has ended.
+        naps = 20 * DEADLINE
+        child = context.Process(
+            target=lambda: (is_up.set(), [time.sleep(0.1) for _ in range(int(naps))])
+        )
         child.start()
         assert is_up.wait(DEADLINE)  # Python forgets signals that come before
         child.terminate()
