@@ -98,7 +98,7 @@ void ActorPool::run() {
   if (listener_) use = listener_->begin_use([this](const auto& stream) { return act_for(stream); });
   auto last_check = Clock::now();
   while (!wait_for_end(Clock::now() + kWatchInterval)) {
-    if (learner_queue_->is_closed() || inference_batcher_->is_closed()) stop();
+    stop_if_closed();
     const auto gap = Clock::now() - last_check;
     last_check += gap;
     for (const auto& stream : streams()) {
@@ -137,7 +137,7 @@ void ActorPool::act(size_t index) {
       stop();  // ends the streams that wait for their servers, too
     } catch (const ServerError& error) {
       disconnect(index);
-      if (stopped_) break;
+      if (stop_if_closed()) break;
       if (options_.reconnect) {
         wait_to_reconnect(index, error, pause * jitter(random));
         pause = std::min(2 * pause, kLongestPause);
@@ -177,7 +177,7 @@ std::string ActorPool::act_for(const std::shared_ptr<IncomingStream>& stream) {
     Lock lock(mutex_);
     actors_[*index].peer.clear();
   }
-  if (!failure.empty() && !stopped_) {
+  if (!failure.empty() && !stop_if_closed()) {
     events_.report_rarely(kind, "stream " + std::to_string(*index) + ": " + failure);
   }
   {
@@ -350,6 +350,13 @@ void ActorPool::stop() {
   for (const auto& stream : streams()) stream->cancel();
   learner_queue_->wake();
   inference_batcher_->wake();
+}
+
+// Returns whether the actors are stopped. A server may end right after the queue was closed, before
+// the watch has seen that.
+bool ActorPool::stop_if_closed() {
+  if (learner_queue_->is_closed() || inference_batcher_->is_closed()) stop();
+  return stopped_;
 }
 
 std::vector<std::tuple<size_t, std::string, std::string, double>> ActorPool::silences() {

@@ -108,6 +108,7 @@ class ActorPool {
   bool is_running() const TB_REQUIRES(mutex_);
   void fail(std::exception_ptr error);
   void stop();
+  bool stop_if_closed();
 
   const int64_t unroll_length_;
   const std::shared_ptr<BatchingQueue> learner_queue_;

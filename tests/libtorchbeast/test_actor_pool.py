@@ -393,6 +393,23 @@ def test_a_killed_and_restarted_server_costs_only_its_rollout(start, tmp_path):
         check_chain(chain, STATE)
 
 
+@pytest.mark.parametrize("closed", ["queue", "batcher"])
+def test_a_server_that_ends_after_the_run_is_no_error(start, closed):
+    stepping, may_end = threading.Event(), threading.Event()
+
+    def speak(requests, context):
+        yield make_first()
+        next(requests)
+        stepping.set()
+        may_end.wait(DEADLINE)
+
+    rig = start(Rig([start(FakeServer(speak)).address], act_zero, ()))
+    assert stepping.wait(DEADLINE)
+    getattr(rig, closed).close()
+    may_end.set()
+    rig.running.result()
+
+
 IN_A_TUPLE = rpcenv_pb2.Nest(items=[from_nest(np.zeros((2, 3), np.uint8))])
 
 
