@@ -101,6 +101,7 @@ class RunFolder:
 
     def log(self, step, metrics, line):
         """Write metrics by name into the files, and a line to the screen; None: no value yet."""
+        self._check_path()
         self._csv.write({"step": step, **metrics})
         known = {name: value for name, value in metrics.items() if value is not None}
         self._events.write(step, known)
@@ -150,6 +151,18 @@ class RunFolder:
             raise FlagError(f"--wandb: {error} (WANDB_MODE=offline needs no login)") from None
         self._meta["wandb"] = self._wandb.id
         self._write_meta()
+
+    def _check_path(self):
+        """Raise FlagError if the folder is gone: what is written would be lost."""
+        try:
+            os.stat(self.path / "logs.csv")
+        except FileNotFoundError:
+            raise FlagError(
+                f"{self.path} was removed or moved while this run wrote into it: resume the run "
+                "where it is now, or start it anew"
+            ) from None
+        except OSError:  # a file system that may come back
+            pass
 
     def _read_earlier(self):
         path = self.path / "meta.json"
