@@ -352,8 +352,8 @@ void ActorPool::stop() {
   inference_batcher_->wake();
 }
 
-// Returns whether the actors are stopped. A server may end right after the queue was closed, before
-// the watch has seen that.
+// Stops the actors if the queue or the batcher is closed; returns whether they are stopped. A
+// server may end right after that, sooner than run() looks.
 bool ActorPool::stop_if_closed() {
   if (learner_queue_->is_closed() || inference_batcher_->is_closed()) stop();
   return stopped_;

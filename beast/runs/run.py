@@ -125,7 +125,10 @@ class Run:
                 if error is None or isinstance(error, EnvError):  # what was learned is good
                     self._folder.checkpoints.save(self._learner)
                 failure = self._folder.checkpoints.failure
-            self.tick()
+            try:
+                self.tick()
+            except FlagError as gone:  # its folder; the run's own error is to be seen
+                failure = failure or str(gone)
             failure = failure or self._folder_failure
             if failure and error is None:
                 status = f"ended, but {failure}"

@@ -11,7 +11,8 @@
     .eval/      weights under evaluation, with --eval_interval; removed at the end
 
 `latest` beside the runs' folders is a link to the newest one. No checkpoint, logs.csv or meta.json
-is ever torn, and a full disk ends no run: the log says what is missing (atomic_files.py).
+is ever torn, and a full disk ends no run: the log says what is missing (atomic_files.py). A run
+whose folder is gone ends.
 """
 
 import contextlib
@@ -158,8 +159,8 @@ class RunFolder:
             os.stat(self.path / "logs.csv")
         except FileNotFoundError:
             raise FlagError(
-                f"{self.path} was removed or moved while this run wrote into it: resume the run "
-                "where it is now, or start it anew"
+                f"{self.path}/logs.csv is gone: was the folder removed or moved? Resume a moved "
+                "run with the --savedir and --xpid of its new place, or start a new one"
             ) from None
         except OSError:  # a file system that may come back
             pass

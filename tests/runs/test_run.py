@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import types
@@ -47,6 +48,15 @@ def test_the_last_checkpoint_is_saved_if_the_last_row_is_not(tmp_path, monkeypat
             record(run)
             monkeypatch.setattr(run, "tick", lambda: 1 / 0)
     assert load(tmp_path / "run" / "model.tar")["step"] == 100
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_a_folder_that_was_removed_fails_a_run_but_hides_no_error(tmp_path, error):
+    with pytest.raises(error or FlagError, match=None if error else "No such file"):
+        with start(tmp_path) as run:
+            shutil.rmtree(run.path)
+            if error:
+                raise error
 
 
 def test_a_run_that_cannot_be_resumed_ends_and_frees_its_folder(tmp_path):

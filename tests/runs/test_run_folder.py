@@ -172,11 +172,11 @@ def test_a_full_disk_tears_no_file_and_the_run_continues(small_disk, open_folder
     assert read_meta(path)["status"] == "ended"
 
 
-def test_a_run_ends_whose_folder_was_moved(tmp_path, open_folder, caplog):
+def test_a_run_whose_folder_was_moved_ends(tmp_path, open_folder, caplog):
     folder = open_folder(parse(tmp_path))
     folder.log(1, {}, "one")
     folder.path.rename(tmp_path / "moved")
-    with pytest.raises(FlagError, match="removed or moved"):
+    with pytest.raises(FlagError, match="was the folder removed or moved"):
         folder.log(2, {}, "two")
     folder.close("ended")
     assert [row["step"] for row in read_rows(tmp_path / "moved")] == ["1"]
