@@ -51,7 +51,7 @@ def test_the_last_checkpoint_is_saved_if_the_last_row_is_not(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError])
-def test_a_folder_that_was_removed_fails_a_run_but_hides_no_error(tmp_path, error):
+def test_a_removed_folder_fails_a_run_but_hides_no_error(tmp_path, error):
     with pytest.raises(error or FlagError, match=None if error else "No such file"):
         with start(tmp_path) as run:
             shutil.rmtree(run.path)
