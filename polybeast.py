@@ -227,7 +227,7 @@ def compute_entropy_loss(logits, mask):
     """Return the negative entropy."""
     log_policy = F.log_softmax(logits, dim=-1)
     # Finite, since 0 * -inf, of an action that is masked out, would be NaN.
-    finite = log_policy.clamp(min=torch.finfo(log_policy.dtype).min)
+    finite = log_policy.clamp(min=diagnostics.LEAST_LOGIT)
     return torch.sum(torch.where(mask, torch.sum(log_policy.exp() * finite, dim=-1), 0))
 
 

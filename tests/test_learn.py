@@ -182,7 +182,7 @@ def test_a_logit_of_minus_infinity_is_an_action_of_probability_0():
         end_episode(stream, 3, "truncated")
         stream["action"] %= A - 1
         stream["policy_logits"][:, -1] = model.policy_logits.data[:, -1] = forbidden
-        metrics = learn(make_flags(entropy_cost=0.3), model, rollouts(stream), lr=1.0)
+        metrics = learn(make_flags(entropy_cost=3.0), model, rollouts(stream), lr=1.0)
         assert is_finite(metrics) and metrics["behavior_target_kl"] > 0
         results.append([metrics, model.policy_logits.grad, model.baseline.data])
     torch.testing.assert_close(*results)
