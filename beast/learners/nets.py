@@ -158,6 +158,18 @@ class CenteredConv2d(nn.Conv2d):
         return F.conv2d(x, weight, self.bias, self.stride, self.padding)
 
 
+class HadamardConv2d(nn.Conv2d):
+    """Conv2d whose halves are multiplied after layer norm and GELU (Hadamax, Kooi et al. 2025).
+
+    Half as many channels come out. MinAtar's games learn more from a step with it than with ReLU
+    (results/tricks); Atari's convolutions would take twice the time.
+    """
+
+    def forward(self, x):
+        first, second = F.gelu(F.group_norm(super().forward(x), 2)).chunk(2, dim=1)
+        return first * second
+
+
 def initialize(layers, gain):
     """Draw orthogonal weights for the convolutions and linear layers among `layers`; return all."""
     for layer in layers:
@@ -173,7 +185,7 @@ class Trunk(nn.Module):
     Args:
       observations: an Observations, by which `forward` gets its arguments.
       conv: called with the number of channels; returns convolutions for images of MIN_SIZE pixels
-        and more each way. Smaller ones, such as MinAtar's, get one layer of 16 filters.
+        and more each way. Smaller ones, such as MinAtar's, get one HadamardConv2d.
       num_features: of a large image; others have 128, vectors 64.
 
     Attributes:
@@ -222,4 +234,4 @@ def shallow_conv(num_channels):
 
 
 def small_conv(num_channels):
-    return nn.Sequential(nn.Conv2d(num_channels, 16, kernel_size=3), nn.ReLU(inplace=True))
+    return HadamardConv2d(num_channels, 32, kernel_size=3)
