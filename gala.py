@@ -125,8 +125,8 @@ class Net(nn.Module):
     def __init__(self, observation_space, num_actions):
         super().__init__()
         self.observations = nets.Observations(observation_space)  # splits frames
-        self.knows_bf16 = bool(self.observations.images)  # vectors gain nothing by it
         self.trunk = nets.Trunk(self.observations, nets.shallow_conv)
+        self.knows_bf16 = self.trunk.has_large_images  # others gain nothing by it
         size, self.baseline_trunk = self.trunk.size, None
         if not self.observations.images:
             self.baseline_trunk = nets.Trunk(self.observations, nets.shallow_conv)

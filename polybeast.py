@@ -137,9 +137,9 @@ class Net(nn.Module):
         super().__init__()
         self.num_actions = num_actions
         self.observations = nets.Observations(observation_space)  # splits frames
-        self.knows_bf16 = bool(self.observations.images)  # vectors gain nothing by it
         conv, num_features = (deep_conv, 256) if model == "deep" else (nets.shallow_conv, 512)
         self.trunk = nets.Trunk(self.observations, conv, num_features)
+        self.knows_bf16 = self.trunk.has_large_images  # others gain nothing by it
         for block in self.trunk.modules():
             if isinstance(block, ResidualBlock):
                 nets.initialize([block.conv2], 0.0)

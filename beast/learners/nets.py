@@ -190,13 +190,16 @@ class Trunk(nn.Module):
 
     Attributes:
       size: features in all.
+      has_large_images: whether `conv` is used.
     """
 
     def __init__(self, observations, conv, num_features=512):
         super().__init__()
         self.convs, self.layers, self.size = nn.ModuleList(), nn.ModuleList(), 0
+        self.has_large_images = False
         for image in observations.images:
             is_large = min(image.height, image.width) >= MIN_SIZE
+            self.has_large_images |= is_large
             layers = conv(image.channels) if is_large else small_conv(image.channels)
             with torch.no_grad():
                 size = layers(torch.zeros(1, *image[:3])).numel()
