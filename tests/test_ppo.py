@@ -89,8 +89,8 @@ def test_a_net_gets_as_much_when_it_learns_as_when_it_acts():
         ((96, 96, 3), np.uint8, 32 * 3 * 8 * 8),  # CarRacing's
         ((3, 96, 96), np.uint8, 32 * 3 * 8 * 8),
         ((4, 84, 84), np.uint8, 32 * 4 * 8 * 8),
-        ((10, 10, 4), bool, 16 * 4 * 3 * 3),  # MinAtar's
-        ((10, 10, 10), bool, 16 * 10 * 3 * 3),
+        ((10, 10, 4), bool, 32 * 4 * 3 * 3),  # MinAtar's
+        ((10, 10, 10), bool, 32 * 10 * 3 * 3),
     ],
 )
 def test_images_are_seen_with_their_channels_first_or_last(program, shape, dtype, num_weights):
@@ -98,7 +98,7 @@ def test_images_are_seen_with_their_channels_first_or_last(program, shape, dtype
         np.random.default_rng(0).integers(2, size=(2, 3, *shape)).astype(dtype)
     )
     net = program.Net(gym.spaces.Box(0, 1 if dtype is bool else 255, shape, dtype), 5)
-    assert net.trunk.convs[0][0].weight.numel() == num_weights
+    assert next(net.trunk.convs[0].parameters()).numel() == num_weights
     outputs, _ = net({"frame": image, "done": torch.zeros(2, 3, dtype=torch.bool)}, ())
     assert outputs["policy_logits"].shape == (2, 3, 5)
     first = shape if shape[0] < shape[-1] else (shape[-1], *shape[:-1])

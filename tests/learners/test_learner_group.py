@@ -52,7 +52,7 @@ def test_ranks_are_one_learner_with_their_batches(tmp_path, num_ranks, program):
         check_results(net, first, single, num_ranks)
         before = rank.make_net(rank.PROGRAMS[program], net).state_dict()
         changes = [(w - before[name]).abs().max() for name, w in first["weights"].items()]
-        assert max(changes) > 3e-4
+        assert max(changes) > (3e-4 if net == "bf16" else 1e-3)
 
 
 def check_results(net, first, single, num_ranks):

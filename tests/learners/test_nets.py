@@ -357,6 +357,35 @@ def test_an_image_is_the_same_with_its_channels_first_or_last(net_class):
     torch.testing.assert_close(*answers)
 
 
+@pytest.mark.parametrize("size", [3, 10])
+def test_a_hadamard_layer_multiplies_two_normalized_ones(size):
+    layer, x = nets.HadamardConv2d(4, 6, kernel_size=3).double(), torch.rand(2, 4, size, size)
+    filters, x = layer.weight.detach(), x.double()
+    windows = [
+        [x[:, :, i : i + 3, j : j + 3] for j in range(size - 2)] for i in range(size - 2)
+    ]  # fmt: skip
+    dense = torch.stack([torch.stack(row, -1) for row in windows], -2)  # [N, C, 3, 3, H, W]
+    y = torch.einsum("nckluv,ockl->nouv", dense, filters) + layer.bias.detach().view(-1, 1, 1)
+    halves = []
+    for half in (y[:, :3], y[:, 3:]):
+        mean, var = half.mean((1, 2, 3), True), half.var((1, 2, 3), False, keepdim=True)
+        half = (half - mean) / (var + 1e-5).sqrt()
+        halves.append(half * 0.5 * (1 + torch.erf(half / 2**0.5)))
+    torch.testing.assert_close(layer(x), halves[0] * halves[1])
+
+
+@pytest.mark.parametrize("net_class", NETS.values(), ids=NETS)
+def test_only_nets_that_see_large_images_choose_bf16(net_class):
+    large, small, vector = (
+        SPACE,
+        gym.spaces.Box(0, 1, (10, 10, 4), bool),
+        gym.spaces.Box(0, 1, (3,)),
+    )
+    for parts in ([large], [small, large], [large, vector], [small], [vector], [small, vector]):
+        net = net_class(gym.spaces.Tuple(parts), 2)
+        assert net.knows_bf16 == (large in parts)
+
+
 def test_choices_are_one_hot_wherever_they_are_in_a_nest():
     parts = [gym.spaces.MultiDiscrete([[2], [3]], start=[[0], [5]]), gym.spaces.Box(0, 9, (2,))]
     space = gym.spaces.Dict(
