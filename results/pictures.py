@@ -33,11 +33,11 @@ GOALS = {  # for RETURN; MinAtar's for the mean of the seeds
     "SeaquestNoFrameskip-v4": 1714,
     "SpaceInvadersNoFrameskip-v4": 942,
     "BeamRiderNoFrameskip-v4": 3032,
-    "asterix": 30.6,  # 0.9 of one run without the clipped policy, and DQN's 20
-    "breakout": 15.9,
-    "freeway": 56.3,
-    "seaquest": 20,
-    "space_invaders": 115.6,
+    "MinAtar/Asterix-v0": 30.6,  # 0.9 of one run without the clipped policy, and DQN's 20
+    "MinAtar/Breakout-v0": 15.9,
+    "MinAtar/Freeway-v0": 56.3,
+    "MinAtar/Seaquest-v0": 20,
+    "MinAtar/SpaceInvaders-v0": 115.6,
 }
 AFTERWARDS = 500_000  # steps after the goal, over which a run should stay there
 DIAGNOSTICS = {  # pictures of these columns, with the clipped policy and without
@@ -47,10 +47,10 @@ DIAGNOSTICS = {  # pictures of these columns, with the clipped policy and withou
 }
 COMPARED = {  # rows of that picture: their folders of runs, by arm
     "Pong": ("atari/pong-1[1-5]", "tuning/unclipped/pong-*"),
-    "MinAtar Breakout": ("minatar/breakout-*", "tuning/unclipped/minatar-breakout"),
+    "MinAtar Breakout": ("tuning/relu/breakout-*", "tuning/unclipped/minatar-breakout"),
 }
 LEARNERS = {  # panels of that picture: folders of runs of one learner, and of several
-    "MinAtar Breakout": ("minatar/breakout-*", "learners/breakout-*"),
+    "MinAtar Breakout": ("tuning/relu/breakout-*", "learners/breakout-*"),
     "Pong": ("atari/pong-1[1-5]", "learners/pong-*"),
 }
 SUITES = {  # and whether their runs are IMPALA's
