@@ -181,7 +181,7 @@ class Net(nn.Module):
         self.num_actions, self.num_atoms = num_actions, num_atoms
         self.observations = nets.Observations(observation_space)  # splits frames
         self.trunk = nets.Trunk(self.observations, nets.shallow_conv)
-        self.knows_bf16 = self.trunk.has_large_images  # all else gains nothing
+        self.knows_bf16 = self.trunk.has_large_images  # all else gains little
         size = self.trunk.size
         self.lstm = nn.LSTM(size + num_actions + 1, 256) if use_lstm else None
         size = 256 if use_lstm else size

@@ -126,7 +126,7 @@ class Net(nn.Module):
         super().__init__()
         self.observations = nets.Observations(observation_space)  # splits frames
         self.trunk = nets.Trunk(self.observations, nets.shallow_conv)
-        self.knows_bf16 = self.trunk.has_large_images  # all else gains nothing
+        self.knows_bf16 = self.trunk.has_large_images  # all else gains little
         size, self.baseline_trunk = self.trunk.size, None
         if not self.observations.images:
             self.baseline_trunk = nets.Trunk(self.observations, nets.shallow_conv)

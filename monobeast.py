@@ -115,7 +115,7 @@ class Net(nn.Module):
         self.num_actions = num_actions
         self.observations = nets.Observations(observation_space)  # splits frames
         self.trunk = nets.Trunk(self.observations, nets.shallow_conv)
-        self.knows_bf16 = self.trunk.has_large_images  # all else gains nothing
+        self.knows_bf16 = self.trunk.has_large_images  # all else gains little
         core_size = self.trunk.size + num_actions + 1
         self.lstm = nn.LSTM(core_size, 256) if use_lstm else None
         if use_lstm:

@@ -139,7 +139,7 @@ class Net(nn.Module):
         self.observations = nets.Observations(observation_space)  # splits frames
         conv, num_features = (deep_conv, 256) if model == "deep" else (nets.shallow_conv, 512)
         self.trunk = nets.Trunk(self.observations, conv, num_features)
-        self.knows_bf16 = self.trunk.has_large_images  # all else gains nothing
+        self.knows_bf16 = self.trunk.has_large_images  # all else gains little
         for block in self.trunk.modules():
             if isinstance(block, ResidualBlock):
                 nets.initialize([block.conv2], 0.0)

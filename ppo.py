@@ -160,7 +160,7 @@ class Net(nn.Module):
         self.observations = nets.Observations(observation_space)  # splits frames
         self.normalizer = Normalizer(self.observations.size)  # of vectors
         self.trunk = nets.Trunk(self.observations, nets.shallow_conv)
-        self.knows_bf16 = self.trunk.has_large_images  # all else gains nothing
+        self.knows_bf16 = self.trunk.has_large_images  # all else gains little
         size, self.baseline_trunk = self.trunk.size, None
         if not self.observations.images and not use_gru:  # else policy and baseline share the trunk
             self.baseline_trunk = nets.Trunk(self.observations, nets.shallow_conv)
