@@ -32,7 +32,8 @@ constexpr auto kPatience = std::chrono::milliseconds(250);  // between two looks
 constexpr int64_t kSpareThreads = 64;                       // beside those of streams
 constexpr size_t kSpareConnections = 128;  // beside those of streams; strangers hold some
 constexpr size_t kMaxReasonBytes = 500;    // of a status, which is metadata
-constexpr int64_t kMaxAsked = 8;           // streams of a query at the same time
+constexpr int64_t kMaxAsked = 8;           // streams of a query at the same time, but for slow ones
+constexpr auto kSlow = std::chrono::seconds(5);
 constexpr auto kShutdownTime = std::chrono::seconds(2);
 
 // Whether two texts are equal, in a time that does not show how much of a guess is right.
@@ -280,11 +281,11 @@ void Listener::end_use(const std::shared_ptr<Use>& use) {
   while (use->num_streams > 0) changed_.wait(lock);
 }
 
-// Several at a time: one that is slow to make its environments does not keep others waiting.
+// Several at a time; those that are slow to make their environments keep no others waiting.
 void Listener::query(const StreamOptions& options, EnvStream::Seconds answer_timeout,
                      const Check& check) {
   // All guarded by mutex_.
-  std::vector<std::shared_ptr<IncomingStream>> asked;
+  std::vector<std::pair<std::shared_ptr<IncomingStream>, Clock::time_point>> asked;  // since when
   bool is_over = false, has_answer = false;
   std::exception_ptr check_error;
 
@@ -292,7 +293,7 @@ void Listener::query(const StreamOptions& options, EnvStream::Seconds answer_tim
     {
       Lock lock(mutex_);
       if (is_over) return std::string();
-      asked.push_back(stream);
+      asked.emplace_back(stream, Clock::now());
     }
     std::string failure;
     std::exception_ptr error;
@@ -308,7 +309,8 @@ void Listener::query(const StreamOptions& options, EnvStream::Seconds answer_tim
       error = std::current_exception();
     }
     Lock lock(mutex_);
-    asked.erase(std::find(asked.begin(), asked.end(), stream));
+    asked.erase(std::find_if(asked.begin(), asked.end(),
+                             [&](const auto& item) { return item.first == stream; }));
     if (!is_over && !failure.empty()) events_.report_rarely("query", failure);
     if (is_over || has_answer) return failure;
     if (error) check_error = error;
@@ -322,7 +324,11 @@ void Listener::query(const StreamOptions& options, EnvStream::Seconds answer_tim
       Lock lock(mutex_);
       if (!has_answer && !check_error) changed_.wait_until(lock, Clock::now() + kPatience);
       is_last = is_over = has_answer || check_error || closed_ || use_ != use;
-      streams = asked;
+      use->max_streams = kMaxAsked;
+      for (const auto& [stream, since] : asked) {
+        streams.push_back(stream);
+        if (Clock::now() - since > kSlow) ++use->max_streams;
+      }
     }
     for (const auto& stream : streams) is_last ? stream->cancel() : stream->cancel_if_late();
   }

@@ -64,8 +64,8 @@ class Listener final : private rpcenv::RPCLearner::Service {
   using Play = std::function<std::string(const std::shared_ptr<IncomingStream>&)>;
   struct Use {
     const Play play;
-    const int64_t max_streams;  // that it may have at the same time
-    int64_t num_streams = 0;    // that it has now
+    int64_t max_streams;      // that it may have at the same time
+    int64_t num_streams = 0;  // that it has now
   };
   // Throws RefusedError for environments that are not used; other errors end the query.
   using Check = std::function<void(const std::string& peer, const rpcenv::Step& first)>;

@@ -114,6 +114,16 @@ def test_connections_that_are_closed_keep_nobody_out():
             assert Thread(port.listener.query).result(20)["num_envs"] == 1
 
 
+def test_slow_environments_keep_others_from_no_query():
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(Port())
+        querying = Thread(port.listener.query, 1)
+        for _ in range(8):  # all that are asked at the same time
+            stack.enter_context(Dialed(port)).hello()
+        stack.enter_context(dialing(port))
+        assert querying.result(20)["num_envs"] == 1
+
+
 def test_a_query_without_an_answer_ends_when_a_pool_begins():
     with Port() as port, Dialed(port) as slow:
         querying = Thread(port.listener.query, 2)
