@@ -227,7 +227,12 @@ void ActorPool::run_stream(size_t index, EnvStream& stream, Seconds* pause) {
     std::optional<int32_t> actor;
     if (options_.dict_outputs) actor = static_cast<int32_t>(index);
     Rollout rollout(unroll_length_, options_.dict_outputs, first, pool_, actor, options_.ranges);
-    agreement_.check_row(stream.peer(), rollout.env_outputs(0));
+    try {
+      agreement_.check_row(stream.peer(), rollout.env_outputs(0));
+    } catch (const RefusedError& error) {
+      stream.refuse(error.what());
+      throw;
+    }
     const int64_t num_envs = rollout.num_envs();
     Nest<Array> state = repeat_columns(initial_agent_state_, num_envs, kAgentDim, *pool_);
     for (int64_t num_rollouts = 1;; ++num_rollouts) {

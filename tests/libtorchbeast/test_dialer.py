@@ -161,6 +161,16 @@ def test_who_does_not_fit_is_refused_by_name_on_both_ends(start, rig, options, g
         learner.wait_for_event(f"stream 0: refused: .*{message}")
 
 
+def test_rows_unlike_those_of_others_are_refused_for_good(start, rig):
+    learner = rig(act_zero, ())
+    start(DialerThread(counting.OldCounting, learner.address))
+    learner.take()
+    other = start(FakeEnvironments(learner.address, make_first(1)))
+    code, details = other.refusal()
+    assert code == grpc.StatusCode.FAILED_PRECONDITION and "uint8" in details
+    learner.take()
+
+
 def test_another_version_is_refused_with_both_numbers(start, rig):
     learner = rig(act_zero, ())
     other = start(FakeEnvironments(learner.address, make_first(1, version=2)))
