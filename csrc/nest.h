@@ -77,6 +77,12 @@ class Nest {
 
   bool empty() const { return find_front() == nullptr; }
 
+  // Of a tuple or a dict; 0 for a leaf.
+  size_t num_items() const {
+    if (is_leaf()) return 0;
+    return is_tuple() ? tuple().size() : dict().size();
+  }
+
   // A nest of this structure that holds `leaves`. Throws std::invalid_argument where there are too
   // many or too few of them.
   template <class U>
@@ -95,9 +101,11 @@ class Nest {
     return result;
   }
 
+  // An empty tuple is like an empty dict, as on the wire.
   template <class U>
   bool same_structure(const Nest<U>& other) const {
     if (is_leaf()) return other.is_leaf();
+    if (num_items() == 0 && other.num_items() == 0) return !other.is_leaf();
     if (is_tuple()) {
       if (!other.is_tuple() || tuple().size() != other.tuple().size()) return false;
       for (size_t i = 0; i < tuple().size(); ++i) {
