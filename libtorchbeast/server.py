@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import queue
 import re
 import socket
 import stat
@@ -104,7 +105,7 @@ class Server:
         self._busy_since = [0.0] * MAX_STREAMS if busy_since is None else busy_since
         self._free_slots = list(range(MAX_STREAMS))  # entries of busy_since
         self._num_envs = 0  # environments of all streams
-        self._stop = threading.Event()
+        self._stop = queue.SimpleQueue()  # a handler of a signal may put while another one does
         self._stopped = threading.Event()
 
     def run(self, started=None):
@@ -125,7 +126,7 @@ class Server:
 
         def fail(error):
             failures.append(error)
-            self._stop.set()
+            self._stop.put(None)
 
         server = grpc.server(
             _Threads(fail), options=options, maximum_concurrent_rpcs=2 * MAX_STREAMS
@@ -138,7 +139,7 @@ class Server:
             server.start()
             if started is not None:
                 started(self._address)
-            self._stop.wait()
+            self._stop.get()
         finally:
             server.stop(None)
             with self._condition:
@@ -152,7 +153,7 @@ class Server:
         with self._condition:
             if self._thread is None:
                 raise RuntimeError("this server is not running")
-        self._stop.set()
+        self._stop.put(None)
         if threading.get_ident() != self._thread:  # else we are in a handler of a signal
             self._stopped.wait()
 
