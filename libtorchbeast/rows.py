@@ -42,6 +42,7 @@ DTYPES = {
     "last_action": np.int64,
 }
 MAX_REWARD = float(np.finfo(np.float32).max)
+MAX_STEPS = np.iinfo(np.int32).max  # of an episode or a game that a row can have
 
 
 class Rows:
@@ -133,9 +134,9 @@ class Rows:
 
     def _write_totals(self, i):
         self.row["episode_return"][i] = self._episode_return[i]
-        self.row["episode_step"][i] = self._episode_step[i]
+        self.row["episode_step"][i] = min(self._episode_step[i], MAX_STEPS)
         self.row["game_return"][i] = self._game_return[i]
-        self.row["game_step"][i] = self._game_step[i]
+        self.row["game_step"][i] = min(self._game_step[i], MAX_STEPS)
 
     def _clear_totals(self, i):
         self._episode_return[i], self._episode_step[i] = 0.0, 0
@@ -239,6 +240,8 @@ def write_observation(target, i, observation, source, path="observation"):
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise ValueError(f"{path} has numbers that are not finite")
         target[i] = array
+        if isinstance(observation, int) and target.dtype.kind in "iu" and target[i] != observation:
+            raise ValueError(f"{path} is {observation}, which is no {target.dtype}, {source}")
 
 
 def _describe_keys(observation, target):

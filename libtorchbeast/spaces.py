@@ -76,7 +76,7 @@ def to_action(d, action):
       ValueError: there is no such action.
     """
     if d["type"] == "Box":
-        return np.clip(action.astype(d["dtype"]), d["low"], d["high"])
+        return np.clip(action, d["low"], d["high"]).astype(d["dtype"])
     if not ((action >= 0) & (action < d["n" if d["type"] == "Discrete" else "nvec"])).all():
         raise ValueError(f"the action {action} is outside its space, {d}")
     action = (action + np.asarray(d["start"])).astype(d["dtype"])

@@ -193,13 +193,13 @@ class RowEncoder:
                 continue
             array = np.ascontiguousarray(row[key], dtype)
             parts += _head(number, array.nbytes), array
-        frame = row["frame"]
+        frame, full = row["frame"], ()
         if self._stack_size:
             frame, is_full, full = self._stacks.split(frame)
             parts += _head(_IS_FULL, is_full.nbytes), is_full
             if len(full):
                 parts += _array_head(_FULL, full.dtype, full.shape), full
-        num_bytes = _append_nest(_OBSERVATION, frame, parts)
+        num_bytes = _append_nest(_OBSERVATION, frame, parts) + getattr(full, "nbytes", 0)
         if num_bytes > MAX_MESSAGE_BYTES:
             raise ValueError(
                 f"the observations of {self._num_envs} environments are {num_bytes} bytes, but a "

@@ -226,8 +226,8 @@ class LocalServers:
         learner_flags = {
             name: value
             for name, value in vars(flags).items()
-            if isinstance(value, (bool, int, float, str))
-            and name not in (*credentials.FLAGS, "insecure")
+            if isinstance(value, (bool, int, float, str, list))
+            and name not in (*credentials.FLAGS, "insecure", "spaces")
         }
         self._command = [sys.executable, script, "--server_address", address, "--end_with_stdin"]
         self._command += ["--learner_flags", json.dumps(learner_flags)]

@@ -121,6 +121,7 @@ def test_rows_are_those_of_any_environment(learner, env_class):
         (gym.spaces.Discrete(5, start=-2, dtype=np.int32), 4, 2),
         (gym.spaces.MultiDiscrete([3, 5], np.int8, start=[1, 0]), [2, 4], [3, 4]),
         (gym.spaces.Box(-1, 1, (2,)), [0.5, 7], [0.5, 1]),
+        (gym.spaces.Box(np.float32([-1, 0]), np.float32([1, 2])), [0.5, 7], [0.5, 2]),
     ],
 )
 def test_actions_are_of_their_space(learner, space, chosen, received):

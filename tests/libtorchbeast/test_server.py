@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from catch_env import Catch, Counter, Echo
-from deadline import DEADLINE, Thread, wait_until
+from deadline import DEADLINE, Thread, run_with_deadline, wait_until
 from old_env import Counted, Old
 from stream import (
     EnvironmentFailed,
@@ -33,6 +33,7 @@ from beast.envs.environments import Environments
 from beast.nest import map_nest
 from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher, Server, server, session, wire
 from libtorchbeast import rpcenv_pb2 as pb
+from libtorchbeast.rows import Rows
 
 ANY_PORT = "127.0.0.1:0"
 
@@ -343,6 +344,10 @@ def test_row_that_is_too_large_for_a_message_is_an_error(monkeypatch):
             pass
         with pytest.raises(EnvironmentFailed, match="at most 1000: take fewer environments"):
             Stream(address, num_envs=2)
+    environments = types.SimpleNamespace(num_envs=1, spaces="", stack_size=4)
+    row = Rows(1).row | {"frame": np.zeros((1, 4, 20, 20), np.uint8)}  # newest frames of 400 bytes
+    with pytest.raises(ValueError, match="1 environments are 20.. bytes, but .* at most 1000"):
+        wire.RowEncoder(environments, True).encode_first(row, 1)
 
 
 def nested(depth):
@@ -531,6 +536,19 @@ def test_all_are_closed_once_though_that_raises_and_is_logged(make_environments,
                 assert len(Sticky.alive) == 3
             wait_until(lambda: not Sticky.alive)
     assert "does not want to" in caplog.text and "KeyError" not in caplog.text
+
+
+def test_a_server_ends_though_signals_interrupt_one_another(tmp_path):
+    code = f"""
+    import signal
+    from libtorchbeast.server import Server
+
+    server = Server(object, "unix:{tmp_path}/server")
+    signal.signal(signal.SIGALRM, lambda *_: server.stop())
+    server.run(lambda _: signal.setitimer(signal.ITIMER_REAL, 0.1, 0.00002))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    """
+    run_with_deadline(code)
 
 
 def test_run_again_and_stop_before_run_are_errors():
