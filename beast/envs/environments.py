@@ -40,7 +40,24 @@ def create_environments(flags, create_env, num_envs, seed, name):
         return AtariEnvironments(flags, num_envs, seed, name)
     if flags.env_backend == "envpool":
         return EnvPoolEnvironments(flags, num_envs, seed, name)
-    return Environments(lambda: create_env(flags), num_envs, seed, name)
+    return Environments(lambda: _create_env(flags, create_env), num_envs, seed, name)
+
+
+def _create_env(flags, create_env):
+    env, asked = create_env(flags), flags.observation_keys
+    space = getattr(env, "observation_space", None)
+    if asked and isinstance(space, gym.spaces.Dict):
+        keys = set(asked.replace(" ", "").split(","))
+        # A Dict within, that was asked for alone, has other keys.
+        others = space.keys() - keys - {ACTION_MASK} if keys <= space.keys() else ()
+        if others:
+            env.close()
+            raise FlagError(
+                f"--observation_keys is {asked}, but what create_env returns has "
+                f"{', '.join(sorted(map(str, others)))} as well: wrap it there by "
+                "gymnasium.wrappers.FilterObservation, or leave the flag out"
+            )
+    return env
 
 
 def try_out(environments, num_steps=10):

@@ -4,16 +4,17 @@
 import multiprocessing
 import re
 import traceback
+import types
 
 import gymnasium as gym
 import numpy as np
 import pytest
 from catch_env import Catch, Counter
 
-from beast.envs.environments import Environments, try_out
+from beast.envs.environments import Environments, create_environments, try_out
 from beast.errors import EnvError, FlagError, format_cause
 from beast.nest import map_nest
-from libtorchbeast.rows import MAX_REWARD, Rows, draw_seeds, write_observation
+from libtorchbeast.rows import MAX_REWARD, MAX_STEPS, Rows, draw_seeds, write_observation
 
 DISCRETE = gym.spaces.Discrete(3, start=-1)
 MULTI_DISCRETE = gym.spaces.MultiDiscrete([2, 3], start=[0, -1])
@@ -46,6 +47,22 @@ class Changed(Counter):
         return self.change(*result) if self.at_step in (None, len(self.actions)) else result
 
 
+def test_a_create_env_that_leaves_no_keys_out_is_refused():
+    flags = types.SimpleNamespace(env_backend="gym", observation_keys="board, speed")
+    inner = gym.spaces.Dict(board=DISCRETE, speed=DISCRETE)
+
+    def create(space):
+        env = Counter()
+        env.observation_space = space
+        return create_environments(flags, lambda _: env, 1, 0, "env")
+
+    with pytest.raises(EnvError, match="--observation_keys is board, speed, but .* has secret as"):
+        create(gym.spaces.Dict(inner.spaces | {"secret": DISCRETE}))
+    create(gym.spaces.Dict(inner.spaces | {"action_mask": gym.spaces.MultiBinary(3)}))
+    flags.observation_keys = "camera"  # a part of its own, whose own keys are all wanted
+    create(inner)
+
+
 def rows_of(environments, num_steps):
     """Return copies of the first row and of those after `num_steps` steps."""
     rows = [map_nest(np.copy, environments.initial())]
@@ -63,6 +80,21 @@ def test_an_observation_may_have_another_byte_order():
     target = np.zeros((1, 2), np.int32)
     write_observation(target, 0, np.array([1, 2], ">i4"), "as at first")
     assert target.tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("value", [300, -1])
+def test_an_integer_that_its_dtype_does_not_have_is_refused(value):
+    target = np.zeros(1, np.uint8)
+    write_observation(target, 0, 255, "as at first")
+    with pytest.raises(ValueError, match=rf"observation is {value}, which is no uint8, as at"):
+        write_observation(target, 0, value, "as at first")
+
+
+def test_more_steps_than_a_row_can_hold_are_no_error():
+    rows = Rows(1)
+    rows._episode_step, rows._game_step = [MAX_STEPS], [MAX_STEPS]
+    rows.step(0, 1.0, False, False, False)
+    assert rows.row["episode_step"] == rows.row["game_step"] == 2**31 - 1
 
 
 def test_sums_of_the_largest_rewards_are_finite():
