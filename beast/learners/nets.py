@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from beast.envs.spaces import ACTION_MASK, count_actions, empty_actions, empty_observation
 from beast.envs.spaces import check_discrete as check_discrete  # programs use it
-from beast.envs.spaces import count_actions, empty_actions, empty_observation
 from beast.errors import FlagError
 from beast.learners import learner_group
 from beast.learners.exchange import describe_net
@@ -21,6 +21,8 @@ from libtorchbeast.rows import DTYPES
 
 STORED = {"policy_version", "actor"}  # stored beside rows and outputs
 MIN_SIZE = 36  # the fewest pixels each way that the convolutions for Atari take
+# Acting and learning are both in training mode, in which these answer by chance or by the batch.
+RANDOM_OR_OF_BATCHES = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 T, B = 2, 3  # sample sizes; with T = B = 1 a transposed answer would pass
 
 
@@ -54,6 +56,9 @@ def create_net(net_class, observation_space, action_space, **arguments):
             "docs/model.md"
         ) from (None if isinstance(error, ValueError) else error)
     rows = sample_rows(observation_space, action_space)
+    mask = _find_mask(rows["frame"], action_space)
+    if mask is not None:
+        mask[..., 0] = 1  # action 0 alone is allowed
     try:
         with torch.no_grad():
             state = model.initial_state(B)
@@ -65,11 +70,26 @@ def create_net(net_class, observation_space, action_space, **arguments):
         ) from error
     _check_outputs(outputs, rows, action_space, where)
     _check_state(state, new_state, where)
+    if mask is not None and (outputs["policy_logits"][..., 1:] > FORBIDDEN / 2).any():
+        logging.warning("%s ignores the action_mask in observations: see docs/model.md", where)
     learner_group.current().check_same("net", describe_net(model))
     for module in model.modules():
         if isinstance(module, Observations):
             logging.info("An observation is %s", module.describe())
+        if isinstance(module, RANDOM_OR_OF_BATCHES):
+            logging.warning(
+                "%s has a %s, so the policy that acts is not the one that learns: use LayerNorm, "
+                "or leave it out",
+                where, type(module).__name__,
+            )  # fmt: skip
     return model, (rows, outputs, new_state)
+
+
+def _find_mask(frame, action_space):
+    """Return the mask of a frame; None: there is none, or none of Discrete actions."""
+    mask = frame.get(ACTION_MASK) if isinstance(frame, dict) else None
+    is_mask = isinstance(action_space, gym.spaces.Discrete) and torch.is_tensor(mask)
+    return mask if is_mask and mask.shape == (T, B, action_space.n) else None
 
 
 def _check_outputs(outputs, rows, action_space, where):

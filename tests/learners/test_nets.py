@@ -279,6 +279,29 @@ def test_a_net_of_other_actions_than_the_environments_is_refused():
             create_net(MonoNet, SPACE, space)
 
 
+def test_a_net_with_dropout_or_that_ignores_masks_is_told(caplog):
+    class Net(CatchNet):
+        def __init__(self, observation_space, num_actions):
+            super().__init__(observation_space["board"], num_actions)
+            self.unused = torch.nn.ModuleList(
+                [torch.nn.Dropout(), torch.nn.BatchNorm1d(3), torch.nn.LayerNorm(3)]
+            )
+
+        def forward(self, inputs, agent_state):
+            return super().forward(inputs | {"frame": inputs["frame"]["board"]}, agent_state)
+
+    mask = gym.spaces.MultiBinary(int(DISCRETE.n))
+    space = gym.spaces.Dict(board=FEATURES, action_mask=mask)
+    create_net(Net, space, DISCRETE)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == 3 and "Net in " in warned[0] and "ignores the action_mask" in warned[0]
+    assert "has a Dropout, so" in warned[1] and "has a BatchNorm1d, so" in warned[2]
+    caplog.clear()
+    create_net(Net, gym.spaces.Dict(board=FEATURES, action_mask=FEATURES), DISCRETE)  # no mask
+    create_net(MonoNet, gym.spaces.Dict(board=SPACE, action_mask=mask), DISCRETE)
+    assert "ignores" not in caplog.text
+
+
 NETS = {"monobeast": MonoNet, "polybeast": PolyNet, "ppo": ppo.Net, "gala": gala.Net}
 
 
