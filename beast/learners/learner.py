@@ -38,6 +38,9 @@ class Learner:
       weights: SharedWeights, LocalWeights or Version, into which new weights are published.
       num_threads: of PyTorch, in each of the learner's threads.
 
+    Raises:
+      FlagError: an optimizer has parameters that are not the model's.
+
     Attributes:
       scheduler: of the optimizer, or a dict of those of several.
       group: of learners of the same policy, this one among them.
@@ -49,6 +52,7 @@ class Learner:
     """
 
     def __init__(self, model, optimizer, decay, weights, num_threads=1):
+        map_nest(lambda o: _check_parameters(model, o), optimizer)
         self.lock, self.hold = threading.RLock(), contextlib.nullcontext
         self.model, self.optimizer, self.weights = model, optimizer, weights
         self.group = learner_group.current()
@@ -102,6 +106,16 @@ class Learner:
 
     def publish(self):
         self.weights.publish(self.model)
+
+
+def _check_parameters(model, optimizer):
+    known = set(map(id, model.parameters()))
+    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        raise FlagError(
+            f"create_optimizer's {type(optimizer).__name__} has parameters that are not of "
+            f"{type(model).__name__}, so they would not be saved, clipped or shared: make their "
+            "module an attribute of the net (docs/loss.md)"
+        )
 
 
 def create_state(optimizer):

@@ -13,7 +13,7 @@ import monobeast
 import polybeast
 from beast.errors import FlagError
 from beast.learners.devices import get_device
-from beast.learners.learner import create_state, raise_squares
+from beast.learners.learner import Learner, create_state, raise_squares
 
 
 def create(total_steps=1000):
@@ -73,6 +73,16 @@ def test_optimizers_with_state_of_the_first_step_are_refused(make):
     optimizer = make(torch.nn.Linear(3, 1).parameters())
     with pytest.raises(FlagError, match=rf"state of {type(optimizer).__name__} does not begin"):
         create_state(optimizer)
+
+
+def test_an_optimizer_of_what_the_net_does_not_have_is_refused():
+    model, predictor = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+    own, both = (torch.optim.SGD(p, lr=0.1) for p in (model.parameters(), predictor.parameters()))
+    both.add_param_group({"params": list(model.parameters())})
+    for optimizer in (both, {"own": own, "both": both}):
+        with pytest.raises(FlagError, match="SGD has parameters that are not of Linear, so they"):
+            Learner(model, optimizer, lambda step: 1, None)
+    Learner(model, {"own": own}, lambda step: 1, None)
 
 
 def test_other_learners_get_buffers_that_no_checkpoint_has():
