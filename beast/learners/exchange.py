@@ -43,9 +43,9 @@ class Exchange:
             before = self._buffers.get(name)  # None: the forward pass has added it
             if before is None or buffer.shape != before.shape or not is_same(buffer, before):
                 raise FlagError(
-                    f"a forward pass changes the net's buffer {name!r}, which would then "
-                    "differ between learners: use a layer without such statistics (GroupNorm or "
-                    "LayerNorm for BatchNorm)"
+                    f"the net's buffer {name!r} changes while it learns, and would then differ "
+                    "between learners: use a layer without such statistics (GroupNorm or "
+                    "LayerNorm for BatchNorm), or one learner"
                 )
 
     @staticmethod
@@ -62,7 +62,7 @@ class Exchange:
           num_rows: of the table, one for each learner.
 
         Raises:
-          FlagError: a forward pass has changed a buffer of the net.
+          FlagError: a buffer of the net has changed.
           ValueError: metrics have other names or sizes than before.
         """
         self._check_buffers(model)

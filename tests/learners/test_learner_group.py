@@ -124,7 +124,7 @@ def test_a_forward_pass_that_changes_a_buffer_is_refused(group):
     share(group, model)
     group.sum(model, {"steps": 1.0})
     model(torch.randn(3, 2))
-    with pytest.raises(FlagError, match="changes the net's buffer '1.running_mean'"):
+    with pytest.raises(FlagError, match="the net's buffer '1.running_mean'"):
         group.sum(model, {"steps": 1.0})
 
 
@@ -132,13 +132,13 @@ def test_a_forward_pass_that_adds_or_grows_a_buffer_is_refused(group):
     model = torch.nn.Linear(2, 2)
     share(group, model)
     model.register_buffer("late", torch.ones(1))
-    with pytest.raises(FlagError, match="changes the net's buffer 'late'"):
+    with pytest.raises(FlagError, match="the net's buffer 'late'"):
         group.sum(model, {"steps": 1.0})
     model.register_buffer("cache", torch.ones(3), persistent=False)
     share(group, model)
     for size in (1, 2):
         model.cache = torch.ones(size)
-        with pytest.raises(FlagError, match="changes the net's buffer 'cache'"):
+        with pytest.raises(FlagError, match="the net's buffer 'cache'"):
             group.sum(model, {"steps": 1.0})
 
 
