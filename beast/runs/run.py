@@ -266,8 +266,8 @@ class Run:
         learner, system = self._learner, self._system
         with learner.lock:
             step, stats = learner.step, learner.stats
-            latest, num_updates = diagnostics.means(self._updates), len(self._updates)
-            latest |= {
+            updates, num_updates = diagnostics.means(self._updates), len(self._updates)
+            latest = {
                 "mean_episode_return": diagnostics.mean(stats["episode_returns"]),
                 "mean_game_return": diagnostics.mean(stats["game_returns"]),
                 "learning_rate": learner.learning_rate,
@@ -282,6 +282,9 @@ class Run:
         latest |= fractions | self._energy.metrics()
         latest |= self._folder.evaluations.tick(learner) if self._folder.evaluations else {}
         latest |= system.metrics() if system else {}
+        if taken := updates.keys() & latest.keys():
+            raise ValueError(f"metrics of updates have names of ours, {sorted(taken)}: rename them")
+        latest = updates | latest
 
         show = {name: diagnostics.show(value) for name, value in latest.items()}
         texts = {"return": show["mean_episode_return"]}

@@ -42,6 +42,13 @@ def test_metrics_without_steps_or_with_our_names_are_refused(tmp_path, metrics):
             record(run, metrics)
 
 
+def test_a_metric_with_the_name_of_another_column_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"names of ours, \['policy_lag_mean'\]"):
+        with start(tmp_path) as run:
+            record(run, UPDATE | {"policy_lag_mean": 1.0})
+            run.tick()
+
+
 def test_the_last_checkpoint_is_saved_if_the_last_row_is_not(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         with start(tmp_path) as run:
