@@ -8,30 +8,31 @@ import pathlib
 import subprocess
 import sys
 
+from beast.runs.atomic_files import replace_file
+
 
 def run_git(*arguments):
-    """Return git's output for this folder; None if it is no repository."""
+    """Return git's output for this folder, as bytes; None if it is no repository."""
+    command = ["git", "-C", pathlib.Path(__file__).parent, "-c", "core.quotePath=true"]
     try:
         return subprocess.run(
-            ["git", "-C", pathlib.Path(__file__).parent, *arguments],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=10,
-            check=True,
-        ).stdout.strip()
+            [*command, *arguments], capture_output=True, timeout=10, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def compare_code(path):
     """Warn if a run's meta.json names another commit or program than this one."""
+    git = describe_git()
     try:
         meta = json.loads((path / "meta.json").read_text())
+        if "diff" not in meta["git"]:  # it was written before there was one
+            del git["diff"]
         theirs = _name_code(meta["command"], meta["git"])
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return  # it is not there, or damaged
-    ours = _name_code(sys.argv, describe_git())
+    ours = _name_code(sys.argv, git)
     if theirs != ours:
         logging.warning(
             f"{path} was written by {theirs}; this is {ours}: its net or environment may differ"
@@ -41,24 +42,53 @@ def compare_code(path):
 def _name_code(command, git):
     # A file that git does not know, as a log, is no change.
     changes = [line for line in (git["changed"] or "").splitlines() if not line.startswith("??")]
+    changes += [git["diff"]] if git.get("diff") else []
     commit = f"commit {git['commit'][:7]}" if git["commit"] else "no commit"
-    changed = f" with changes ({', '.join(changes)})" if changes else ""
+    changed = f" with changes ({', '.join(map(str.strip, changes))})" if changes else ""
     return f"{pathlib.Path(command[0]).name} of {commit}{changed}"
 
 
 def describe_code():
     """Return the commit of this repository, with a hash of changes that are not committed."""
-    # The same text for the same changes, whatever the clone and the user's configuration of git.
-    options = "--full-index --no-ext-diff --no-textconv --no-color --no-renames --unified=3"
-    options += " --diff-algorithm=myers --src-prefix=a/ --dst-prefix=b/ --no-relative"
-    options += " --inter-hunk-context=0"
-    changes = run_git("-c", "core.quotePath=true", "diff", *options.split(), "HEAD") or ""
-    changes = hashlib.sha256(changes.encode()).hexdigest()[:8]
-    return f"{run_git('rev-parse', 'HEAD')} with changes {changes}"
+    return f"{_read_text('rev-parse', 'HEAD')} with changes {_hash(_read_diff())}"
 
 
 def describe_git():
+    """Return commit, changed files, and the name of the file that `write_diff` makes, or None."""
+    diff = _read_diff()
     return {
-        "commit": run_git("rev-parse", "HEAD"),
-        "changed": run_git("status", "--porcelain"),
+        "commit": _read_text("rev-parse", "HEAD"),
+        "changed": _read_text("status", "--porcelain"),
+        "diff": _name_diff(diff) if diff else None,
     }
+
+
+def write_diff(folder):
+    """Write what is not committed into a file, for `git apply`; not files that git does not know.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    if diff := _read_diff():
+        replace_file(folder / _name_diff(diff), diff)
+
+
+def _read_text(*arguments):
+    output = run_git(*arguments)
+    return None if output is None else output.decode(errors="replace").strip()
+
+
+def _read_diff():
+    # The same bytes for the same changes, whatever the clone and the user's configuration of git.
+    options = "--full-index --no-ext-diff --no-textconv --no-color --no-renames --unified=3"
+    options += " --diff-algorithm=myers --src-prefix=a/ --dst-prefix=b/ --no-relative"
+    options += " --inter-hunk-context=0 --binary"
+    return run_git("diff", *options.split(), "HEAD") or b""
+
+
+def _name_diff(diff):
+    return f"changes-{_hash(diff)}.diff"
+
+
+def _hash(content):
+    return hashlib.sha256(content).hexdigest()[:8]

@@ -2,6 +2,7 @@
 """A run's folder, `--savedir`/`--xpid`, and its status line on the screen.
 
     meta.json   flags, command, git commit, versions, machine, device, start and end
+    changes-*.diff, of what was not committed at a start; meta.json has its name
     logs.csv    a header and a row a tick: _tick,_time,step,...; _time in seconds since the epoch
     out.log     what was printed; out.rank1.log by another learner, and so on
     model.tar   the newest checkpoint
@@ -36,7 +37,7 @@ from beast.runs.atomic_files import CSVFile, EventFile, LogHandler, replace_file
 from beast.runs.background_evaluation import BackgroundEvaluation
 from beast.runs.checkpoint import BEST, NEWEST, run_path
 from beast.runs.checkpoint_writer import Writer
-from beast.runs.code_version import describe_git
+from beast.runs.code_version import describe_git, write_diff
 
 
 class RunFolder:
@@ -62,6 +63,7 @@ class RunFolder:
             if (self.path / "meta.json").exists():
                 self._read_earlier()
             self._write_meta()
+            write_diff(self.path)
             self._out = LogHandler(self.path / "out.log", LOG_FORMAT)
         except BlockingIOError:
             raise FlagError(

@@ -2,6 +2,7 @@
 """A run's folder: its lock, meta.json, `latest`, logs, a full disk, Weights & Biases."""
 
 import importlib.metadata
+import json
 import logging
 import os
 import re
@@ -47,7 +48,8 @@ def test_changes_of_the_code_are_alike_in_any_git_configuration(tmp_path, monkey
     git("add", ".")
     git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "first")
     before = code_version.describe_code()
-    path.write_bytes(b"1\n" * 20 + "\u00e9".encode("latin-1"))  # not UTF-8
+    content = b"1\n" * 19 + b"\r\n" + "\u00e9".encode("latin-1")  # not UTF-8
+    path.write_bytes(content)
     changed = code_version.describe_code()
     assert "None" not in changed and changed != before
     options = ("core.abbrev 12", "diff.noprefix true", "diff.context 1", "color.diff always")
@@ -55,6 +57,35 @@ def test_changes_of_the_code_are_alike_in_any_git_configuration(tmp_path, monkey
     for option in (*options, "diff.interHunkContext 5"):
         git("config", *option.split())
         assert code_version.describe_code() == changed, option
+    code_version.write_diff(tmp_path)
+    git("checkout", "HEAD", "--", path.name)
+    (diff,) = tmp_path.glob("changes-*.diff")
+    git("apply", diff)
+    assert path.read_bytes() == content and code_version.describe_code() == changed
+    assert code_version.describe_git()["diff"] == diff.name
+
+
+def test_what_was_changed_since_the_last_start_is_pointed_out(
+    tmp_path, open_folder, caplog, monkeypatch
+):
+    git = {"rev-parse": b"0123456789", "status": b" M fork.py", "diff": b"one edit"}
+    monkeypatch.setattr(code_version, "run_git", lambda *arguments: git[arguments[0]])
+    flags, path = parse(tmp_path), tmp_path / "run"
+    save(flags)
+    open_folder(flags).close("ended")
+    name = read_meta(path)["git"]["diff"]
+    assert (path / name).read_bytes() == b"one edit"
+    parse(tmp_path, "--xpid run --mode test")
+    assert "was written by" not in caplog.text
+    git["diff"] = b"another edit of the same file"
+    parse(tmp_path, "--xpid run --mode test")
+    assert f"M fork.py, {name}); this is" in caplog.text
+    caplog.clear()
+    meta = read_meta(path)
+    del meta["git"]["diff"]  # as earlier versions wrote it
+    (path / "meta.json").write_text(json.dumps(meta))
+    parse(tmp_path, "--xpid run --mode test")
+    assert "was written by" not in caplog.text
 
 
 def test_a_folder_in_use_is_refused_until_it_is_free(tmp_path, open_folder):
@@ -109,13 +140,14 @@ def test_a_run_of_another_program_or_commit_is_pointed_out(
     parse(tmp_path, "--xpid run --mode test")
     assert "was written by" not in caplog.text
     monkeypatch.setattr(run_folder.sys, "argv", ["a/fork.py"])
-    git = {"rev-parse": "0123456789", "status": " M fork.py\n?? notes"}
+    git = {"rev-parse": b"0123456789\n", "status": b" M fork.py\n?? notes\n", "diff": b"edit"}
     monkeypatch.setattr(code_version, "run_git", lambda *arguments: git[arguments[0]])
     if is_damaged:
         path.write_text("[]")
     parse(tmp_path, "--xpid run --mode test")
     text = r"run was written by .* of (no )?commit.*; this is fork.py of commit 0123456 "
-    assert bool(re.search(rf"{text}with changes \( M fork.py\): its", caplog.text)) != is_damaged
+    text += r"with changes \(M fork.py, changes-[0-9a-f]{8}.diff\): its"
+    assert bool(re.search(text, caplog.text)) != is_damaged
 
 
 def test_latest_links_the_newest_run_and_spares_what_is_no_link(tmp_path, open_folder, caplog):
