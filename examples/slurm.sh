@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# PolyBeast under Slurm: this job learns, and an array of jobs that it submits plays. What follows
-# the game goes to the learners:
+# PolyBeast under Slurm: this job learns, and an array of jobs that it submits plays. Flags after the
+# game are for the learners; those of the game (--sticky_actions 0.25) reach both:
 #     sbatch examples/slurm.sh PongNoFrameskip-v4 --total_steps 50000000
 # Others may join those that play for job 123, or leave, at any time:
 #     sbatch --array=3-8 slurm-123/environments
@@ -29,11 +29,12 @@ done
 # Other users of the cluster reach the same ports.
 mkdir -p "$folder"
 [ -s "$folder/token" ] || (umask 077 && openssl rand -hex 32 >"$folder/token")
+flags=$(python -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@")
 {
   printf '#!/bin/bash\n#SBATCH --job-name=%s-env %s\n' "$name" "$for_environments"
   printf 'cd %q\n' "$PWD"
   printf '%q ' exec python polybeast_env.py --env "$game" --learner "$learners" \
-    --auth_token_file "$folder/token"
+    --auth_token_file "$folder/token" --learner_flags "$flags"
   printf -- '--num_servers "$SLURM_CPUS_PER_TASK"\n'
 } >"$folder/environments"
 scancel --name="$name-env" || true  # of this job before its node was lost

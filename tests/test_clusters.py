@@ -15,6 +15,9 @@ import torch
 from counting import free_address
 from program import ROOT, Program, last_step, split_words
 
+import polybeast_env
+from beast.servers.server_processes import parse_flags
+
 PONG = "PongNoFrameskip-v4"
 
 # What Slurm would do, on this machine.
@@ -82,9 +85,13 @@ def test_slurm_has_environments_come_and_go_and_requeues(slurm, tmp_path):
     name = f"pong-{slurm.job}"
     run, job = tmp_path / "runs" / name, tmp_path / f"slurm-{slurm.job}"
     arguments = "--model shallow --envs_per_stream 2 --batch_size 2 --checkpoint_interval_s 1"
+    arguments += " --noop_max 3"
     arguments = (PONG, arguments, "--savedir", tmp_path / "runs")
     with slurm(ROOT / "examples/slurm.sh", *arguments) as script:
         script.wait_until(lambda: last_step(run) > 0 and "| actors 2 |" in script.output)
+        words = shlex.split((job / "environments").read_text(), comments=True)
+        flags = parse_flags(polybeast_env.parser, words[words.index("polybeast_env.py") + 1 : -2])
+        assert flags.noop_max == 3 and flags.env == PONG  # both as the learner has them
         token = job / "token"
         secret = token.read_text()
         assert token.stat().st_mode & 0o777 == 0o600 and len(secret) == 65
