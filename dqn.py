@@ -553,7 +553,7 @@ def learn_from_replay(flags, learner, target_model, batches, feed, run):
                 batch = batch._replace(
                     cpu_rows=batch.cpu_rows | map_nest(torch.Tensor.cpu, sampled)
                 )
-            run.record(metrics | feed.metrics() | {"steps": steps}, batch)
+            run.record(metrics | feed.metrics() | {"steps": steps}, batch, num_updates > 0)
 
 
 def create_replay(flags, rows, outputs, state, stack_size):
@@ -588,6 +588,14 @@ def resolve(flags, observation_space, action_space, frames_per_step=1):
     for name, values in DEFAULTS.items():
         if getattr(flags, name) is None:
             setattr(flags, name, values[flags.use_lstm])
+    for name, is_used, needed, unused in (
+        ("burn_in", flags.use_lstm, "--use_lstm", 0),
+        ("sequence_length", flags.use_lstm, "--use_lstm", 1),
+        ("value_range", flags.num_atoms > 1, "--num_atoms above 1", None),
+    ):
+        value = getattr(flags, name)
+        if not is_used and value not in (unused, parser.get_default(name)):
+            raise FlagError(f"--{name} {value:g} needs {needed}: add that, or leave it out")
     if not flags.use_lstm:
         flags.burn_in, flags.sequence_length = 0, 1
     if flags.value_rescaling and flags.num_atoms > 1:

@@ -370,7 +370,7 @@ def play(flags, model, environments, feed, num_random):
 def play_and_learn(flags, learner, target_model, environments, feed, run):
     """Alternate playing and learning until all steps are made or woken: a thread."""
     devices.use_threads(learner.num_threads, learner.device)
-    num_random = 0 if run.first_step else flags.learning_starts
+    num_random = flags.learning_starts - run.first_step
     metrics, model = [], learner.model
     for step, _ in enumerate(run.follow(play(flags, model, environments, feed, num_random))):
         with learner.lock:
@@ -386,7 +386,7 @@ def play_and_learn(flags, learner, target_model, environments, feed, run):
                 learner.publish()
                 steps, batch = feed.take_batch()
                 update = diagnostics.means([diagnostics.to_floats(m) for m in metrics])
-                run.record(update | feed.metrics() | {"steps": steps}, batch)
+                run.record(update | feed.metrics() | {"steps": steps}, batch, bool(metrics))
                 metrics = []
 
 
@@ -412,8 +412,17 @@ def resolve(flags, observation_space, action_space, frames_per_step=1):
     for name, values in DEFAULTS.items():
         if getattr(flags, name) is None:
             setattr(flags, name, values[ALGORITHMS.index(flags.algorithm)])
+    target_entropy = -float(np.prod(action_space.shape))
     if flags.target_entropy is None:
-        flags.target_entropy = -float(np.prod(action_space.shape))
+        flags.target_entropy = target_entropy
+    is_sac = flags.algorithm == "sac"
+    for name, is_used, default in (
+        ("target_entropy", is_sac, target_entropy),
+        ("target_noise", not is_sac, 0.0),
+        ("exploration_noise", not is_sac, parser.get_default("exploration_noise")),
+    ):
+        if not is_used and (value := getattr(flags, name)) != default:
+            raise FlagError(f"--{name} {value:g} is not for --algorithm {flags.algorithm}")
     flags.num_groups = 1
     check_groups(flags)
     return flags

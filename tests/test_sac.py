@@ -208,6 +208,16 @@ def test_spaces_it_does_not_take_are_refused(observations, actions, message):
         create_net(sac.Net, observations, actions, **sac.net_arguments(flags))
 
 
+def test_flags_of_another_algorithm_are_refused():
+    for arguments in ("--target_noise 0.3", "--exploration_noise 0.3",
+                      "--algorithm td3 --target_entropy -5"):  # fmt: skip
+        with pytest.raises(FlagError, match="is not for --algorithm (sac|td3)"):
+            parse(arguments)
+    for algorithm in ("sac", "td3", "ddpg"):
+        flags = parse(f"--algorithm {algorithm}")
+        assert sac.resolve(flags, BOX, ACTIONS) == flags
+
+
 SMALL = "--learning_starts 100 --batch_size 32 --replay_ratio 32"
 
 

@@ -39,7 +39,7 @@ class BackgroundEvaluation:
     def __init__(self, flags, step):
         self._flags = flags
         self._folder = run_path(flags) / FOLDER
-        self._process = None
+        self._process, self._last = None, {}  # metrics of one that had ended when all was closed
         self._plan_next(step)
 
     def tick(self, learner):
@@ -50,7 +50,8 @@ class BackgroundEvaluation:
         """
         if not self._flags.eval_interval:
             return {}
-        metrics = dict.fromkeys(("eval_step", "eval_return_mean", "eval_return_ci95"))
+        metrics = dict.fromkeys(("eval_step", "eval_return_mean", "eval_return_ci95")) | self._last
+        self._last = {}
         if self._process is not None and self._has_ended():
             metrics |= self._end()
         step = learner.stats["step"]
@@ -67,11 +68,13 @@ class BackgroundEvaluation:
         return metrics
 
     def close(self):
-        """End a running evaluation; no other starts after this."""
+        """End a running evaluation; no other starts. The next `tick` returns one that has ended."""
         if not self._flags.eval_interval:
             return
         self._next_step = math.inf
-        if self._process is not None:
+        if self._process is not None and self._has_ended():
+            self._last = self._end()
+        elif self._process is not None:
             logging.info("The evaluation at step %s is not finished", f"{self._step:,}")
             self._kill()
         shutil.rmtree(self._folder, ignore_errors=True)

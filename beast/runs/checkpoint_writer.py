@@ -30,6 +30,8 @@ class Writer:
         self.failure = ""
         folder = run_path(flags)
         best, self._best_score = None, (0, None)
+        if (folder / BEST).exists() and not (folder / NEWEST).exists():
+            set_aside(folder / BEST, "the run begins anew, as it has no checkpoint")
         try:
             with refusing(folder / BEST):
                 if not flags.disable_checkpoint and (best := load(flags, BEST)):

@@ -133,6 +133,9 @@ class Run:
             if failure and error is None:
                 status = f"ended, but {failure}"
             self._announce_resume()
+        except BaseException as last_error:
+            error = error or last_error
+            raise
         finally:
             if self._signals.first:
                 status = status.replace("ended", f"stopped by {self._signals.first.name}", 1)
@@ -193,12 +196,13 @@ class Run:
             with self._group.batch_in_hand():
                 yield batch
 
-    def record(self, update, batch=None):
+    def record(self, update, batch=None, is_update=True):
         """Count an update whose weights have been published; requires the learner's lock.
 
         Args:
           update: its metrics, floats by name, among them `steps`.
           batch: the Batch that it was made of; None where only other learners had one.
+          is_update: False where there are only steps to be counted, but no update was due.
 
         Raises:
           ValueError: there is no metric `steps`, or one has the name of a column of ours.
@@ -224,7 +228,7 @@ class Run:
             return
         self._learner.count(int(update["steps"]), *self._group.share_returns(*returns))
         if diagnostics.is_finite(update):
-            self._learner.stats["skipped_in_a_row"] = 0
+            self._learner.stats["skipped_in_a_row"] *= not is_update
             self._updates.append({k: v for k, v in update.items() if k != "steps"})
         else:
             self._skip(update, batch)

@@ -53,7 +53,7 @@ class RunFolder:
         self.path = run_path(flags)
         self._flags = flags
         self._meta = _describe_run(flags)
-        self._lock = None
+        self._lock = self._earlier_meta = None  # the latter until this start is no longer refused
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - until the process ends
@@ -101,6 +101,7 @@ class RunFolder:
             self._start_wandb(step)
         self.checkpoints = Writer(self._flags, learner)
         self.evaluations = BackgroundEvaluation(self._flags, step)
+        self._earlier_meta = None
 
     def log(self, step, metrics, line):
         """Write metrics by name into the files, and a line to the screen; None: no value yet."""
@@ -130,7 +131,10 @@ class RunFolder:
             self._write_out(logging.CRITICAL, "The run failed", information)
         self._meta |= {"end": _now(), "status": status}
         try:
-            self._write_meta()
+            if self._earlier_meta is None:
+                self._write_meta()
+            else:  # what was refused has changed nothing
+                replace_file(self.path / "meta.json", self._earlier_meta)
         except OSError as reason:
             logging.error("Cannot write into meta.json (%s): %s", reason, status)
         for file in (self._events, self._csv):
@@ -146,8 +150,9 @@ class RunFolder:
         import wandb  # here, since few have it
 
         # By its id a resumed run goes on there, too. W&B's environment variables say the rest.
-        earlier = self._meta.get("earlier", [{}])[-1] if step > 0 else {}
-        arguments = {"id": earlier.get("wandb"), "resume": "allow", "name": self._flags.xpid}
+        earlier = self._meta.get("earlier", []) if step > 0 else []
+        ids = [meta["wandb"] for meta in earlier if meta.get("wandb")]
+        arguments = {"id": ids[-1] if ids else None, "resume": "allow", "name": self._flags.xpid}
         try:
             self._wandb = wandb.init(dir=self.path, config=vars(self._flags), **arguments)
         except wandb.Error as error:
@@ -178,14 +183,15 @@ class RunFolder:
             set_aside(path, f"it is damaged ({type(error).__name__}: {error})")
         else:
             self._meta["earlier"] = earlier
+            self._earlier_meta = path.read_bytes()
 
     def _write_out(self, level, message, error=None):
         """Write a message to out.log only."""
         self._out.handle(logging.LogRecord("", level, __file__, 0, message, (), error))
 
     def _write_meta(self):
-        text = json.dumps(self._meta, indent=2, default=str) + "\n"
-        replace_file(self.path / "meta.json", text.encode())
+        content = (json.dumps(self._meta, indent=2, default=str) + "\n").encode()
+        replace_file(self.path / "meta.json", content)
 
 
 class LearnerLog:

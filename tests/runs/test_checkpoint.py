@@ -178,7 +178,8 @@ def test_a_checkpoint_with_code_is_refused_and_runs_none(tmp_path, flags, newest
     for text in (str(newest), "holds code, which was not run", "mkdir", "move it away or choose"):
         assert text in str(error.value)
     assert "weights_only" not in str(error.value)  # PyTorch's advice how to run it
-    best = newest.rename(newest.with_name("best.tar"))  # costs a run only the comparison with it
+    best = newest.with_name("best.tar")  # costs a run only the comparison with it
+    best.write_bytes(newest.read_bytes())
     learner = create_learner(flags)
     writer = Writer(flags, learner)
     assert re.search(r"best.tar is now best.tar.1: .* holds code", caplog.text)
@@ -322,6 +323,17 @@ def test_the_best_checkpoint_has_the_highest_mean_return(flags, newest):
     play_and_save([0.5] * 100, 600)
     play_and_save([0.9] * 100, 600)  # better than the last one, not than the best
     play_and_save([6.0] * 100, 900)
+
+
+def test_a_run_that_begins_anew_sets_the_best_checkpoint_aside(flags, newest):
+    learner = create_learner(flags)
+    update(learner, [5.0])
+    Writer(flags, learner).save(learner)
+    newest.unlink()
+    learner = create_learner(flags, 1)
+    update(learner, [1.0])
+    Writer(flags, learner).save(learner)
+    assert saved_step(flags, "best.tar") == 200 and newest.with_name("best.tar.1").exists()
 
 
 def test_the_best_checkpoint_is_written_before_the_newest(flags, monkeypatch):

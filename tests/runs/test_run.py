@@ -78,6 +78,26 @@ def test_a_run_that_cannot_be_resumed_ends_and_frees_its_folder(tmp_path):
         pass
 
 
+def test_a_refused_start_leaves_what_the_run_has_said_of_itself(tmp_path):
+    with start(tmp_path) as run:
+        record(run)
+    before = (run.path / "meta.json").read_bytes()
+    with pytest.raises(FlagError, match="does not fit this Linear"):
+        with start(tmp_path, f"{CPU_ONLY} --total_steps 2000", size=4):
+            pass
+    assert (run.path / "meta.json").read_bytes() == before
+
+
+def test_a_run_whose_last_checkpoint_cannot_be_made_has_failed(tmp_path, monkeypatch):
+    def fail(learner):
+        raise FlagError("it holds a fraction")
+
+    with pytest.raises(FlagError):
+        with start(tmp_path) as run:
+            monkeypatch.setattr(run._folder.checkpoints, "save", fail)
+    assert read_meta(run.path)["status"] == "FlagError: it holds a fraction"
+
+
 def test_metrics_are_means_over_a_tick_also_those_of_ones_own(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     ends = torch.zeros(3, B, dtype=torch.bool)
@@ -192,6 +212,9 @@ def test_an_error_is_in_meta_and_an_environments_is_saved(tmp_path, error):
 def test_an_update_that_is_not_finite_is_skipped_and_counted(tmp_path, caplog):
     with start(tmp_path) as run:
         record(run, UPDATE | {"grad_norm": float("nan")})
+        assert run._learner.stats["skipped_in_a_row"] == 1
+        with run._learner.lock:
+            run.record({"steps": 0}, create_batch(), is_update=False)
         assert run._learner.stats["skipped_in_a_row"] == 1
         record(run)
         assert run._learner.stats["skipped_in_a_row"] == 0

@@ -228,5 +228,6 @@ def test_wandb_gets_the_same_metrics_and_resumes(tmp_path, open_folder, monkeypa
         assert "mean_game_return" not in dict(folder._wandb.summary)
         ids.append(folder._wandb.id)
         folder.close("ended")
+        RunFolder(flags).close("")  # a start that is refused
     assert ids[0] == ids[1] != ids[2]
     assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) >= 2
