@@ -23,8 +23,6 @@ from beast.parser import positive
 from beast.runs import statistics
 from beast.runs.curves import RETURNS, PlotError, group, read_run
 
-# Of DQN Zoo: no-op starts, at most 30 minutes a game. Video Pinball swamps any mean.
-SCORES = pathlib.Path(__file__).parent / "runs" / "atari57.csv"
 STATISTICS = {
     "interquartile mean": statistics.interquartile_mean,
     "median": statistics.median,
@@ -44,7 +42,8 @@ parser.add_argument("--output", default="report", metavar="NAME",
                     help="NAME.md and NAME.png are written. Default: %(default)s.")
 parser.add_argument("--steps", type=positive(int),
                     help="Compare after so many agent steps. Default: at the end of each run.")
-parser.add_argument("--scores", type=pathlib.Path, metavar="FILE", default=SCORES,
+parser.add_argument("--scores", type=pathlib.Path, metavar="FILE",
+                    default=statistics.HUMAN_SCORES,
                     help="CSV of game, score of a random player, and of one that counts as 1. "
                     "Default: Atari's 57 games and their human players.")
 parser.add_argument("--published", type=pathlib.Path, metavar="FILE",
@@ -54,16 +53,10 @@ parser.add_argument("--published", type=pathlib.Path, metavar="FILE",
 
 
 def read_references(path):
-    """Return a dict from games to the scores that count as 0 and as 1."""
     try:
-        with open(path, newline="") as file:
-            rows = list(csv.reader(file))[1:]
-        references = {row[0]: (float(row[1]), float(row[2])) for row in rows}
+        return statistics.read_references(path)
     except (OSError, ValueError, IndexError) as error:
         raise PlotError(f"cannot read {path}: {error}") from None
-    if equal := [game for game, (low, high) in references.items() if low == high]:
-        raise PlotError(f"{path}: the two scores of {equal[0]} are equal")
-    return references
 
 
 def read_published(path, games):
@@ -181,7 +174,8 @@ def describe(games, scores, normalized, published):
         cells = []
         for statistic in STATISTICS.values():
             low, high = statistics.interval(statistic, values)
-            cells.append(f"{statistic(values):.3f} ({low:.3f} to {high:.3f})")
+            interval = f" ({low:.3f} to {high:.3f})" if len(values) > 1 else ""
+            cells.append(f"{statistic(values):.3f}{interval}")
         size = f"{len(values)} x {len(games)} games"
         lines.append(f"| {label} | {size} | {' | '.join(cells)} |")
     for label, values in published[1].items():
@@ -194,13 +188,19 @@ def describe(games, scores, normalized, published):
         low, high = statistics.interval(
             statistics.probability_of_improvement, values, others, num_samples=2000
         )
-        lines.append(f"| {label} over {other} | {probability:.2f} ({low:.2f} to {high:.2f}) |")
+        is_known = min(len(values), len(others)) > 1
+        interval = f" ({low:.2f} to {high:.2f})" if is_known else ""
+        lines.append(f"| {label} over {other} | {probability:.2f}{interval} |")
     scores = scores | published[0]
     lines += ["", f"| game | {' | '.join(scores)} |", "|---" * (1 + len(scores)) + "|"]
     for i, game in enumerate(games):
         cells = [", ".join(map(show, values[:, i])) for values in scores.values()]
         lines.append(f"| {game} | {' | '.join(cells)} |")
-    lines += ["", "Normalized scores; intervals of 95 % by a stratified bootstrap."]
+    lines += [
+        "",
+        "Normalized scores; intervals of 95 % by a stratified bootstrap, where a game "
+        "has two runs or more.",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -265,6 +265,10 @@ def main(argv=None):
     flags = parser.parse_args(argv)
     notes = []
     runs = [read_run(argument, notes) for argument in flags.runs]
+    runs = list({(run.label, run.path.resolve()): run for run in runs}.values())  # `latest`, say
+    ends = {run.columns["steps"][-1]: run.path for run in runs}
+    if flags.steps is None and (end := min(ends)) < 0.9 * max(ends):
+        notes.append(f"{ends[end]} ends at {end:,.0f} steps, others later: compare by --steps")
     labels = {run.label for run in runs}
     if "" in labels and len(labels) > 1:
         raise PlotError("some runs have a label and some have none: write LABEL=RUN for all")

@@ -97,6 +97,16 @@ def test_a_report_has_tables_and_a_picture(runs, tmp_path, capsys):
     assert text.splitlines()[0] in capsys.readouterr().out
 
 
+def test_a_run_with_two_names_counts_once_and_has_no_interval(tmp_path, capsys):
+    one = write_run(tmp_path / "one", "PongNoFrameskip-v4", [1, 2, 3, 4, 5])
+    (tmp_path / "latest").symlink_to("one")
+    report.main([str(one), str(tmp_path / "latest"), "--output", str(tmp_path / "out")])
+    assert f"| runs | 1 x 1 games | {(5 + 20.7) / (14.6 + 20.7):.3f} | " in capsys.readouterr().out
+    two = write_run(tmp_path / "two", "PongNoFrameskip-v4", [1, 2])
+    report.main([str(one), str(two), "--output", str(tmp_path / "out")])
+    assert f"{two}/logs.csv ends at 2,000 steps, others later" in capsys.readouterr().out
+
+
 def test_scores_are_those_at_the_steps_that_are_asked_for(runs, tmp_path):
     report.main([*runs, "--output", str(tmp_path / "out"), "--steps", "2500"])
     assert "| pong | -20.0, -20.0 | -20.0, -20.0 |" in (tmp_path / "out.md").read_text()
@@ -104,7 +114,7 @@ def test_scores_are_those_at_the_steps_that_are_asked_for(runs, tmp_path):
 
 def test_curves_follow_the_runs(runs):
     groups = group([read_run(argument, []) for argument in runs[:4]])
-    references = report.read_references(report.SCORES)
+    references = report.read_references(statistics.HUMAN_SCORES)
     steps, scores = report.compute_curves(groups, references, "")["old"]
     assert (steps[0], steps[-1]) == (2000, 3000) and scores.shape == (report.NUM_POINTS, 2, 2)
     assert scores[0, :, 1] == pytest.approx((-20 + 20.7) / (14.6 + 20.7))
@@ -147,7 +157,8 @@ def test_published_means_stand_beside_the_runs(runs, tmp_path, capsys):
       "no scores of MinAtar/Breakout-v0: give others by --scores"),
      (lambda runs, path: [*runs, "--scores", path / "none.csv"], "cannot read .*none.csv"),
      (lambda runs, path: [*runs, "--published", path / "none.csv"], "cannot read .*none.csv"),
-     (lambda runs, path: [*runs, "--published", str(report.SCORES)], "cannot read .*atari57.csv"),
+     (lambda runs, path: [*runs, "--published", str(statistics.HUMAN_SCORES)],
+      "cannot read .*atari57.csv"),
      (lambda runs, path: [*runs, "--published", ROOT / "results" / "dopamine.csv"],
       "no agent with all of beam_rider, pong")],
 )  # fmt: skip
@@ -162,4 +173,4 @@ def test_other_games_with_scores_of_ones_own(tmp_path):
     table.write_text("game,low,high\nMinAtar/Breakout-v0,0,10\n")
     run = write_run(tmp_path / "x", "MinAtar/Breakout-v0", [1, 5])
     report.main([str(run), "--scores", str(table), "--output", str(tmp_path / "out")])
-    assert "| runs | 1 x 1 games | 0.500 (" in (tmp_path / "out.md").read_text()
+    assert "| runs | 1 x 1 games | 0.500 |" in (tmp_path / "out.md").read_text()

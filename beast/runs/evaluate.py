@@ -20,7 +20,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from beast.envs.atari_games import human_normalized, is_spec_of_game
+from beast.envs.atari_games import is_spec_of_game
 from beast.envs.environments import Environments, create_environments
 from beast.errors import EnvError, FlagError
 from beast.nest import map_nest
@@ -29,6 +29,7 @@ from beast.processes.lifetime import exit_with_parent
 from beast.runs import checkpoint
 from beast.runs.atomic_files import replace_file
 from beast.runs.checkpoint import BEST, NEWEST, run_path
+from beast.runs.statistics import human_normalized
 from libtorchbeast.rows import count_games
 
 # By degrees of freedom, from 1: t for which -t < T < t with a probability of 95 %, where T is

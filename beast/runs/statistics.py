@@ -6,9 +6,39 @@ Intervals are of 95 %, by percentiles of a bootstrap that is stratified: runs ar
 each game by itself.
 """
 
+import csv
+import functools
+import pathlib
+
 import numpy as np
 
+# Scores of a random player and a human in Atari's games, of DQN Zoo: no-op starts, at most 30
+# minutes a game. Video Pinball swamps any mean.
+HUMAN_SCORES = pathlib.Path(__file__).with_name("atari57.csv")
 SEED, CHUNK = 0, 1000  # of the bootstrap; samples at a time, which bounds the memory
+
+
+def read_references(path):
+    """Return a dict from games to the scores that count as 0 and as 1."""
+    with open(path, newline="") as file:
+        rows = list(csv.reader(file))[1:]
+    references = {row[0]: (float(row[1]), float(row[2])) for row in rows}
+    if equal := [game for game, (low, high) in references.items() if low == high]:
+        raise ValueError(f"the two scores of {equal[0]} are equal")
+    return references
+
+
+@functools.cache
+def _read_human_scores():
+    return read_references(HUMAN_SCORES)
+
+
+def human_normalized(game, score):
+    """Return the human-normalized score: 0 random, 1 human; None for other games than Atari's."""
+    if game not in _read_human_scores():
+        return None
+    random, human = _read_human_scores()[game]
+    return (score - random) / (human - random)
 
 
 def interquartile_mean(scores):

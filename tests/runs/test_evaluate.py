@@ -29,11 +29,10 @@ import gala
 import monobeast
 import polybeast
 import ppo
-from beast.envs import atari_games
 from beast.envs.environments import Environments
 from beast.errors import EnvError
 from beast.gossip.population import Population
-from beast.runs import checkpoint, evaluate
+from beast.runs import checkpoint, evaluate, statistics
 from beast.runs.background_evaluation import BackgroundEvaluation
 from beast.runs.run import FlagError
 
@@ -147,14 +146,15 @@ def test_a_result_has_the_decimals_that_its_interval_is_worth(returns, game, tex
 
 
 def test_human_normalized_is_0_for_random_and_1_for_human_play():
-    for game, (random, human) in atari_games.SCORES.items():
+    scores = statistics.read_references(statistics.HUMAN_SCORES)
+    for game, (random, human) in scores.items():
         assert human > random
-        assert atari_games.human_normalized(game, random) == 0
-        assert atari_games.human_normalized(game, human) == 1
-    assert atari_games.human_normalized("breakout", 402.3) == pytest.approx(13.91, abs=0.005)
-    assert atari_games.human_normalized("tetris", 100) is None
-    assert atari_games.human_normalized(None, 100) is None
-    assert len(atari_games.SCORES) == 57
+        assert statistics.human_normalized(game, random) == 0
+        assert statistics.human_normalized(game, human) == 1
+    assert statistics.human_normalized("breakout", 402.3) == pytest.approx(13.91, abs=0.005)
+    assert statistics.human_normalized("tetris", 100) is None
+    assert statistics.human_normalized(None, 100) is None
+    assert len(scores) == 57
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,8 @@ def test_a_game_is_known_by_its_environment(env, game):
     assert evaluate.game_name(gym.make(env)) == game
     assert evaluate.game_name(Catch()) is None
     specs = [spec for spec in gym.registry.values() if "AtariEnv" in str(spec.entry_point)]
-    assert atari_games.SCORES.keys() <= {spec.kwargs["game"] for spec in specs}
+    scores = statistics.read_references(statistics.HUMAN_SCORES)
+    assert scores.keys() <= {spec.kwargs["game"] for spec in specs}
 
 
 @pytest.mark.parametrize(
@@ -422,6 +423,15 @@ def test_an_evaluation_gives_its_metrics_once(tmp_path, monkeypatch, caplog):
         assert "--env=our:Game" in training.process.args
         assert training.wait(200)["eval_step"] == 200
     assert list(training.folder.iterdir()) == []
+
+
+def test_an_evaluation_that_has_ended_is_not_lost_at_the_end(tmp_path, monkeypatch):
+    with Training(tmp_path, monkeypatch, GOOD.replace("HUMAN", "None")) as training:
+        training.tick(104)
+        wait_until(training.evaluations._has_ended)
+        training.evaluations.close()
+        assert training.tick(110)["eval_step"] == 104
+        assert training.tick(110) == NOTHING
 
 
 @pytest.mark.parametrize(("step", "due"), [(0, 100), (99, 100), (100, 200), (250, 300)])
