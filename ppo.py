@@ -259,6 +259,18 @@ def distribution(policy_logits, continuous):
     return torch.distributions.Independent(normal, 1, validate_args=False)
 
 
+def kl_divergence(policy, other, continuous):
+    """Return KL(policy, other), [T, N]: torch's, but finite where a probability of `other` is 0.
+
+    A softmax may have a logit that is 104 below the largest one; its log-probability is finite.
+    """
+    if continuous:
+        return torch.distributions.kl_divergence(policy, other)
+    p, q = policy.base_dist, other.base_dist
+    kl = torch.where(p.probs > 0, p.probs * (p.logits - q.logits), 0).sum(dim=-1)
+    return kl.reshape(*kl.shape[:2], -1).sum(dim=-1)  # over the parts of MultiDiscrete actions
+
+
 def compute_policy_loss(flags, log_rhos, advantages, kl, kl_penalty, mask):
     """Return the policy loss of --penalty, a mean over the transitions in the mask.
 
@@ -292,7 +304,7 @@ def compute_loss(flags, model, batch, initial_agent_state):
     policy = distribution(outputs["policy_logits"], model.continuous)
     behavior_policy = distribution(batch["behavior_policy_logits"], model.continuous)
     log_rhos = policy.log_prob(batch["action"]) - behavior_policy.log_prob(batch["action"])
-    kl = torch.distributions.kl_divergence(behavior_policy, policy)
+    kl = kl_divergence(behavior_policy, policy, model.continuous)
 
     advantages, kl_penalty = batch["advantages"], model.kl_penalty
     policy_loss = compute_policy_loss(flags, log_rhos, advantages, kl, kl_penalty, mask)

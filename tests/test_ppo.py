@@ -131,7 +131,7 @@ def test_parts_of_an_action_are_independent(use_gru):
     torch.testing.assert_close(policy.log_prob(action), log_prob)
     torch.testing.assert_close(policy.entropy(), sum(part.entropy() for part in parts[0]))
     kl = sum(map(torch.distributions.kl_divergence, *parts))
-    torch.testing.assert_close(torch.distributions.kl_divergence(policy, other), kl)
+    torch.testing.assert_close(ppo.kl_divergence(policy, other, continuous=False), kl)
 
 
 @pytest.mark.parametrize("penalty", ["clip", "kl"])
@@ -156,8 +156,13 @@ def test_policies_are_what_they_are_by_definition():
     chosen = p.gather(-1, actions[..., None]).squeeze(-1)
     torch.testing.assert_close(one.log_prob(actions), chosen.log())
     torch.testing.assert_close(one.entropy(), -(p * p.log()).sum(-1))
-    kl = torch.distributions.kl_divergence(one, other)
+    kl = ppo.kl_divergence(one, other, continuous=False)
     torch.testing.assert_close(kl, (p * (p / q).log()).sum(-1))
+    rare = torch.tensor([[[0.0, -99.0, -1e9]]])  # the next one's probability is no float32
+    rarer = torch.tensor([[[0.0, -104.0, -1e9]]], requires_grad=True)
+    rare, rarer = (ppo.distribution(x, continuous=False) for x in (rare, rarer))
+    kl = ppo.kl_divergence(rare, rarer, continuous=False)
+    assert kl.shape == (1, 1) and 0 <= kl.item() < 1e-6
 
     one, other = (ppo.distribution(x, continuous=True) for x in (a, b))
     actions = torch.randn(5, 3, 2, generator=generator, dtype=torch.float64)
