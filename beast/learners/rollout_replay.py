@@ -5,6 +5,8 @@ V-trace corrects for the policies that made them, which are stored with them (Sc
 LASER, and Espeholt et al. 2018, section 5.2.2, mix them in the same way).
 """
 
+import logging
+
 import torch
 
 from beast.errors import FlagError
@@ -37,6 +39,17 @@ class RolloutReplay:
     def __init__(self, flags):
         self._count = round(flags.replay_ratio * flags.batch_size)  # in a batch
         self._capacity = flags.replay_rollouts
+        ratio = self._count / flags.batch_size
+        if flags.replay_ratio > 0 and self._count == 0:
+            raise FlagError(
+                f"--replay_ratio {flags.replay_ratio:g} is less than one old rollout in a batch of "
+                f"{flags.batch_size} new ones: give at least {1 / flags.batch_size:g}, or 0"
+            )
+        if abs(ratio - flags.replay_ratio) > 1e-9:
+            logging.warning(
+                "--replay_ratio is %g, since there are %d old rollouts in a batch of %d new ones",
+                ratio, self._count, flags.batch_size,
+            )  # fmt: skip
         if self._count > self._capacity:
             raise FlagError(
                 f"--replay_ratio {flags.replay_ratio:g} needs {self._count} old rollouts for a "

@@ -72,6 +72,8 @@ def test_a_ratio_of_zero_changes_nothing():
 def test_a_replay_that_is_too_small_or_too_large_is_refused(monkeypatch):
     with pytest.raises(FlagError, match=r"1.5 needs 6 old .* of 4 new .* is 5: give at least"):
         RolloutReplay(make_flags(rollouts=5))
+    with pytest.raises(FlagError, match="0.1 is less than one old .* of 4 new ones: .* least 0.25"):
+        RolloutReplay(make_flags(0.1))
     monkeypatch.setattr(rollout_replay, "count_memory", lambda: 2**30)
     replay = RolloutReplay(make_flags(rollouts=2**30))
     with pytest.raises(FlagError, match="take .* GiB, but 1.0 GiB of memory are free: give at"):
