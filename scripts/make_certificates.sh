@@ -42,6 +42,7 @@ if [ ! -e ca.key ]; then
   openssl req -x509 -new -key ca.key -days 3650 -subj "/CN=PolyBeast authority" -out ca.pem
 fi
 
+trap 'rm -f extensions request messages ./*.new' EXIT
 # A server's certificate is no learner's, nor the other way round.
 for who in server learner; do
   case $who in
@@ -50,10 +51,12 @@ for who in server learner; do
   esac
   printf "basicConstraints = critical, CA:FALSE\nkeyUsage = critical, digitalSignature\n$extensions\n" \
     >extensions
-  new_key $who.key
-  openssl req -new -key $who.key -subj "/CN=PolyBeast $who" -out request
+  # Keys and certificates that are there stay until there are new ones.
+  new_key $who.key.new
+  openssl req -new -key $who.key.new -subj "/CN=PolyBeast $who" -out request
   openssl x509 -req -in request -CA ca.pem -CAkey ca.key -set_serial "0x$(openssl rand -hex 16)" \
-    -days "${DAYS:-365}" -extfile extensions -out $who.pem 2>/dev/null
-  rm extensions request
+    -days "${DAYS:-365}" -extfile extensions -out $who.pem.new 2>messages || { cat messages >&2; exit 1; }
+  mv $who.key.new $who.key
+  mv $who.pem.new $who.pem
 done
 echo "Servers get server.pem, server.key and ca.pem of $folder; learners learner.pem, learner.key, ca.pem"

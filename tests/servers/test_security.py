@@ -3,6 +3,7 @@
 
 import argparse
 import contextlib
+import os
 import re
 import shutil
 import socket
@@ -44,6 +45,11 @@ def folders(tmp_path_factory):
     for name in ("own", "strange"):
         command = ["sh", ROOT / "scripts" / "make_certificates.sh", root / name, "localhost"]
         subprocess.run(command, check=True, capture_output=True)
+    own = {path: path.read_bytes() for path in (root / "own").iterdir()}
+    command[2:] = [root / "own", "localhost"]
+    failed = subprocess.run(command, capture_output=True, env=os.environ | {"DAYS": "1y"})
+    assert failed.returncode and b"1y" in failed.stderr  # and all are as they were
+    assert own == {path: path.read_bytes() for path in (root / "own").iterdir()}
     (root / "token").touch(mode=0o600)
     (root / "token").write_text(TOKEN + "\n")
     return root
