@@ -593,9 +593,11 @@ def resolve(flags, observation_space, action_space, frames_per_step=1):
         ("sequence_length", flags.use_lstm, "--use_lstm", 1),
         ("value_range", flags.num_atoms > 1, "--num_atoms above 1", None),
     ):
-        value = getattr(flags, name)
-        if not is_used and value not in (unused, parser.get_default(name)):
-            raise FlagError(f"--{name} {value:g} needs {needed}: add that, or leave it out")
+        value, default = getattr(flags, name), parser.get_default(name)
+        if not is_used and value not in (unused, default):
+            raise FlagError(
+                f"--{name} {value:g} needs {needed}: add that, or give --{name} {default:g}"
+            )
     if not flags.use_lstm:
         flags.burn_in, flags.sequence_length = 0, 1
     if flags.value_rescaling and flags.num_atoms > 1:
@@ -613,7 +615,7 @@ def train(flags):
     randomness.seed_generators([flags.seed])
     sample = Environments(lambda: create_env(flags), 1, [flags.seed, 0], "the environment")
     with contextlib.closing(sample):
-        try_out(sample)
+        try_out(sample, flags)
         spaces = sample.observation_space, sample.action_space
         # Of stacks the replay keeps the newest frame. Only those of atari_wrappers are sure to be
         # made of the frames before.

@@ -394,7 +394,7 @@ def train(flags):
     randomness.seed_generators([flags.seed])
     sample = Environments(lambda: create_env(flags), 1, [flags.seed, 0], "the environment")
     with contextlib.closing(sample):
-        try_out(sample)
+        try_out(sample, flags)
         spaces = sample.observation_space, sample.action_space
         flags = resolve(flags, *spaces, sample.frame_skip)
     # The optimizers that step are those of the agents.

@@ -380,7 +380,7 @@ def train(flags):
 
     sample = create_environments(flags, create_env, 1, [flags.seed, 0], "the environment")
     with contextlib.closing(sample):
-        try_out(sample)
+        try_out(sample, flags)
         spaces = sample.observation_space, sample.action_space
         nets.check_discrete(sample.action_space)
         model, (rows, outputs, state) = nets.create_net(Net, *spaces, **net_arguments(flags))

@@ -98,7 +98,7 @@ def run_server(flags, address, seed=(0,), started=None, stop_signals=(), busy_si
 
     sample = create_environments(flags, create_env, 1, [flags.seed], "the environment")
     try:
-        try_out(sample)
+        try_out(sample, flags)
     finally:
         sample.close()
     if "cv2" in sys.modules:

@@ -484,7 +484,7 @@ def train(flags):
     """Train until all steps are made or a signal comes; return the exit status."""
     sample = Environments(lambda: create_env(flags), 1, [flags.seed, 0], "the environment")
     with contextlib.closing(sample):
-        try_out(sample)
+        try_out(sample, flags)
         spaces = sample.observation_space, sample.action_space
         flags = resolve(flags, *spaces, sample.frame_skip)
     randomness.make_deterministic(flags)

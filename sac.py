@@ -370,7 +370,7 @@ def play(flags, model, environments, feed, num_random):
 def play_and_learn(flags, learner, target_model, environments, feed, run):
     """Alternate playing and learning until all steps are made or woken: a thread."""
     devices.use_threads(learner.num_threads, learner.device)
-    num_random = flags.learning_starts - run.first_step
+    num_random = flags.learning_starts if run.first_step < flags.learning_starts else 0
     metrics, model = [], learner.model
     for step, _ in enumerate(run.follow(play(flags, model, environments, feed, num_random))):
         with learner.lock:
@@ -422,7 +422,10 @@ def resolve(flags, observation_space, action_space, frames_per_step=1):
         ("exploration_noise", not is_sac, parser.get_default("exploration_noise")),
     ):
         if not is_used and (value := getattr(flags, name)) != default:
-            raise FlagError(f"--{name} {value:g} is not for --algorithm {flags.algorithm}")
+            raise FlagError(
+                f"--{name} {value:g} is not for --algorithm {flags.algorithm}: give --{name} "
+                f"{default:g}"
+            )
     flags.num_groups = 1
     check_groups(flags)
     return flags
@@ -432,7 +435,7 @@ def train(flags):
     """Train until all steps are made or a signal comes; return the exit status."""
     sample = Environments(lambda: create_env(flags), 1, [flags.seed, 0], "the environment")
     with contextlib.closing(sample):
-        try_out(sample)
+        try_out(sample, flags)
         spaces = sample.observation_space, sample.action_space
         flags = resolve(flags, *spaces, sample.frame_skip)
     randomness.make_deterministic(flags)

@@ -355,7 +355,7 @@ def test_waits_for_the_other_side_end_when_closed():
 @pytest.mark.parametrize(
     ("arguments", "actions", "message"),
     [("--value_rescaling", ACTIONS, "--value_rescaling .* add --num_atoms 1"),
-     ("--burn_in 20", ACTIONS, "--burn_in 20 needs --use_lstm: add that, or leave it out"),
+     ("--burn_in 20", ACTIONS, "--burn_in 20 needs --use_lstm: add that, or give --burn_in 40"),
      ("--sequence_length 20", ACTIONS, "--sequence_length 20 needs --use_lstm"),
      ("--use_lstm --value_range 5", ACTIONS, "--value_range 5 needs --num_atoms above 1"),
      ("", gym.spaces.Box(-1, 1, (2,)), "Discrete actions: ppo.py and, if bounded, sac.py")],

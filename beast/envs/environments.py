@@ -40,28 +40,14 @@ def create_environments(flags, create_env, num_envs, seed, name):
         return AtariEnvironments(flags, num_envs, seed, name)
     if flags.env_backend == "envpool":
         return EnvPoolEnvironments(flags, num_envs, seed, name)
-    return Environments(lambda: _create_env(flags, create_env), num_envs, seed, name)
+    return Environments(lambda: create_env(flags), num_envs, seed, name)
 
 
-def _create_env(flags, create_env):
-    env, asked = create_env(flags), flags.observation_keys
-    space = getattr(env, "observation_space", None)
-    if asked and isinstance(space, gym.spaces.Dict):
-        keys = set(asked.replace(" ", "").split(","))
-        # A Dict within, that was asked for alone, has other keys.
-        others = space.keys() - keys - {ACTION_MASK} if keys <= space.keys() else ()
-        if others:
-            env.close()
-            raise FlagError(
-                f"--observation_keys is {asked}, but what create_env returns has "
-                f"{', '.join(sorted(map(str, others)))} as well: wrap it there by "
-                "gymnasium.wrappers.FilterObservation, or leave the flag out"
-            )
-    return env
-
-
-def try_out(environments, num_steps=10):
+def try_out(environments, flags=None, num_steps=10):
     """Reset `environments` and take a few random steps, so that mistakes show before training.
+
+    Args:
+      flags: with observation_keys; None: there are none.
 
     Returns:
       The very first row, as `initial` does, whose arrays the steps have overwritten.
@@ -69,6 +55,7 @@ def try_out(environments, num_steps=10):
     Raises:
       EnvError: an environment raised, or returned what its spaces do not allow.
     """
+    _warn_of_keys(environments.observation_space, getattr(flags, "observation_keys", None))
     random = np.random.default_rng(0)
     environments.watched_steps = num_steps + 1
     row = environments.initial()
@@ -76,6 +63,19 @@ def try_out(environments, num_steps=10):
         space, num_envs = environments.action_space, environments.num_envs
         environments.step(random_actions(space, num_envs, random, environments.row["frame"]))
     return row
+
+
+def _warn_of_keys(space, asked):
+    """Warn of parts that nobody has asked for: a create_env of one's own may ignore the flag."""
+    keys = set(asked.replace(" ", "").split(",")) if asked else set()
+    known = set(space.keys()) if isinstance(space, gym.spaces.Dict) else set()
+    # A Dict within, that was asked for alone, has other keys.
+    if keys and keys <= known and (others := known - keys - {ACTION_MASK}):
+        logging.warning(
+            "--observation_keys is %s, but observations have %s as well: create_env has to leave "
+            "them out (gymnasium.wrappers.FilterObservation)",
+            asked, ", ".join(sorted(map(str, others))),
+        )  # fmt: skip
 
 
 class Environments:

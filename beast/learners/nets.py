@@ -9,6 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from beast.envs.spaces import ACTION_MASK, count_actions, empty_actions, empty_observation
 from beast.envs.spaces import check_discrete as check_discrete  # programs use it
@@ -21,8 +23,6 @@ from libtorchbeast.rows import DTYPES
 
 STORED = {"policy_version", "actor"}  # stored beside rows and outputs
 MIN_SIZE = 36  # the fewest pixels each way that the convolutions for Atari take
-# Acting and learning are both in training mode, in which these answer by chance or by the batch.
-RANDOM_OR_OF_BATCHES = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 T, B = 2, 3  # sample sizes; with T = B = 1 a transposed answer would pass
 
 
@@ -76,13 +76,22 @@ def create_net(net_class, observation_space, action_space, **arguments):
     for module in model.modules():
         if isinstance(module, Observations):
             logging.info("An observation is %s", module.describe())
-        if isinstance(module, RANDOM_OR_OF_BATCHES):
-            logging.warning(
-                "%s has a %s, so the policy that acts is not the one that learns: use LayerNorm, "
-                "or leave it out",
-                where, type(module).__name__,
-            )  # fmt: skip
+    if layers := {type(module).__name__ for module in model.modules() if _differs(module)}:
+        logging.warning(
+            "%s has %s: the policy that acts is then not the one that learns; use LayerNorm for "
+            "BatchNorm, and no dropout",
+            where, ", ".join(sorted(layers)),
+        )  # fmt: skip
     return model, (rows, outputs, new_state)
+
+
+def _differs(module):
+    """Return whether a layer answers by chance or by the batch in training mode.
+
+    Both acting and learning are in that mode.
+    """
+    dropout = getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0)
+    return isinstance(module, _BatchNorm) or (isinstance(dropout, float) and dropout > 0)
 
 
 def _find_mask(frame, action_space):

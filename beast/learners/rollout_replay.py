@@ -39,16 +39,16 @@ class RolloutReplay:
     def __init__(self, flags):
         self._count = round(flags.replay_ratio * flags.batch_size)  # in a batch
         self._capacity = flags.replay_rollouts
-        ratio = self._count / flags.batch_size
         if flags.replay_ratio > 0 and self._count == 0:
             raise FlagError(
                 f"--replay_ratio {flags.replay_ratio:g} is less than one old rollout in a batch of "
                 f"{flags.batch_size} new ones: give at least {1 / flags.batch_size:g}, or 0"
             )
-        if abs(ratio - flags.replay_ratio) > 1e-9:
+        asked, ratio = f"{flags.replay_ratio:g}", f"{self._count / flags.batch_size:g}"
+        if asked != ratio:
             logging.warning(
-                "--replay_ratio is %g, since there are %d old rollouts in a batch of %d new ones",
-                ratio, self._count, flags.batch_size,
+                "--replay_ratio %s acts as %s: there are %d old rollouts in a batch of %d new ones",
+                asked, ratio, self._count, flags.batch_size,
             )  # fmt: skip
         if self._count > self._capacity:
             raise FlagError(

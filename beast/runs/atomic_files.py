@@ -147,11 +147,9 @@ class CSVFile:
         self._tick = len(lines)
 
     def _read(self, step):
-        """Return the lines of rows up to `step`, and take over the names of the columns.
-
-        After weeks there are hundreds of MB, and ten times as much as dicts.
-        """
-        lines = self._path.read_text().splitlines(keepends=True)
+        """Return the lines of rows up to `step`, and take over the names of the columns."""
+        # Rows stay text: after weeks there are hundreds of MB, as dicts ten times as much.
+        lines = self._path.read_bytes().decode().splitlines(keepends=True)
         if lines and not lines[-1].endswith("\n"):
             del lines[-1]  # torn by a crash of the machine
         fields = next(csv.reader(lines[:1]), self._fields)

@@ -24,15 +24,13 @@ def run_git(*arguments):
 
 def compare_code(path):
     """Warn if a run's meta.json names another commit or program than this one."""
-    git = describe_git()
     try:
         meta = json.loads((path / "meta.json").read_text())
-        if "diff" not in meta["git"]:  # it was written before there was one
-            del git["diff"]
-        theirs = _name_code(meta["command"], meta["git"])
+        theirs, has_diff = _name_code(meta["command"], meta["git"]), "diff" in meta["git"]
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return  # it is not there, or damaged
-    ours = _name_code(sys.argv, git)
+    # Earlier versions wrote no diff.
+    ours = _name_code(sys.argv, describe_git() | ({} if has_diff else {"diff": None}))
     if theirs != ours:
         logging.warning(
             f"{path} was written by {theirs}; this is {ours}: its net or environment may differ"

@@ -2,7 +2,7 @@
 """A run's folder, `--savedir`/`--xpid`, and its status line on the screen.
 
     meta.json   flags, command, git commit, versions, machine, device, start and end
-    changes-*.diff, of what was not committed at a start; meta.json has its name
+    changes-*.diff  what was not committed at a start, of files that git knows; for `git apply`
     logs.csv    a header and a row a tick: _tick,_time,step,...; _time in seconds since the epoch
     out.log     what was printed; out.rank1.log by another learner, and so on
     model.tar   the newest checkpoint
@@ -53,7 +53,8 @@ class RunFolder:
         self.path = run_path(flags)
         self._flags = flags
         self._meta = _describe_run(flags)
-        self._lock = self._earlier_meta = None  # the latter until this start is no longer refused
+        self._lock = self._out = None
+        self._earlier_meta = None  # meta.json to restore if this start is refused
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - until the process ends
@@ -62,17 +63,22 @@ class RunFolder:
                 (self.path / f"{path}.tmp").unlink(missing_ok=True)
             if (self.path / "meta.json").exists():
                 self._read_earlier()
-            self._write_meta()
-            write_diff(self.path)
             self._out = LogHandler(self.path / "out.log", LOG_FORMAT)
+            self._write_meta()
         except BlockingIOError:
             raise FlagError(
                 f"another process is training in {self.path}; stop it or choose another --xpid"
             ) from None
         except OSError as error:
+            if self._out is not None:
+                self._out.close()
             if self._lock is not None:
                 self._lock.close()  # here, since whoever keeps the error keeps this object
             raise FlagError(f"cannot use --savedir {flags.savedir}: {error}") from None
+        try:
+            write_diff(self.path)
+        except OSError as error:
+            logging.error("What is not committed could not be written: %s", error)
         _link_latest(self.path)
         logging.getLogger().addHandler(self._out)
         self._csv = self._events = self._wandb = self.checkpoints = self.evaluations = None
@@ -150,9 +156,8 @@ class RunFolder:
         import wandb  # here, since few have it
 
         # By its id a resumed run goes on there, too. W&B's environment variables say the rest.
-        earlier = self._meta.get("earlier", []) if step > 0 else []
-        ids = [meta["wandb"] for meta in earlier if meta.get("wandb")]
-        arguments = {"id": ids[-1] if ids else None, "resume": "allow", "name": self._flags.xpid}
+        earlier = self._meta.get("earlier", [{}])[-1] if step > 0 else {}
+        arguments = {"id": earlier.get("wandb"), "resume": "allow", "name": self._flags.xpid}
         try:
             self._wandb = wandb.init(dir=self.path, config=vars(self._flags), **arguments)
         except wandb.Error as error:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from catch_env import Catch, Counter
 
-from beast.envs.environments import Environments, create_environments, try_out
+from beast.envs.environments import Environments, try_out
 from beast.errors import EnvError, FlagError, format_cause
 from beast.nest import map_nest
 from libtorchbeast.rows import MAX_REWARD, MAX_STEPS, Rows, draw_seeds, write_observation
@@ -47,20 +47,21 @@ class Changed(Counter):
         return self.change(*result) if self.at_step in (None, len(self.actions)) else result
 
 
-def test_a_create_env_that_leaves_no_keys_out_is_refused():
-    flags = types.SimpleNamespace(env_backend="gym", observation_keys="board, speed")
-    inner = gym.spaces.Dict(board=DISCRETE, speed=DISCRETE)
+def test_a_create_env_that_leaves_no_keys_out_is_told(caplog):
+    def warnings(asked, **parts):
+        space = gym.spaces.Dict(parts)
+        env = gym.wrappers.TransformObservation(Counter(), lambda _: space.sample(), space)
+        caplog.clear()
+        flags = types.SimpleNamespace(observation_keys=asked)
+        try_out(Environments(lambda: env, 1, 0), flags)
+        return caplog.text
 
-    def create(space):
-        env = Counter()
-        env.observation_space = space
-        return create_environments(flags, lambda _: env, 1, 0, "env")
-
-    with pytest.raises(EnvError, match="--observation_keys is board, speed, but .* has secret as"):
-        create(gym.spaces.Dict(inner.spaces | {"secret": DISCRETE}))
-    create(gym.spaces.Dict(inner.spaces | {"action_mask": gym.spaces.MultiBinary(3)}))
-    flags.observation_keys = "camera"  # a part of its own, whose own keys are all wanted
-    create(inner)
+    board, speed, mask = gym.spaces.Discrete(3), gym.spaces.Discrete(2), gym.spaces.MultiBinary(3)
+    text = warnings("board, speed", board=board, speed=speed, secret=board)
+    assert "--observation_keys is board, speed, but observations have secret as well" in text
+    assert warnings("board,speed", board=board, speed=speed, action_mask=mask) == ""
+    assert warnings("camera", board=board, speed=speed) == ""  # a part of its own, of two parts
+    assert warnings(None, board=board, speed=speed) == ""
 
 
 def rows_of(environments, num_steps):

@@ -284,8 +284,9 @@ def test_a_net_with_dropout_or_that_ignores_masks_is_told(caplog):
         def __init__(self, observation_space, num_actions):
             super().__init__(observation_space["board"], num_actions)
             self.unused = torch.nn.ModuleList(
-                [torch.nn.Dropout(), torch.nn.BatchNorm1d(3), torch.nn.LayerNorm(3)]
-            )
+                [torch.nn.Dropout(), torch.nn.Dropout(0), torch.nn.LSTM(3, 3, 2, dropout=0.5),
+                 *(torch.nn.BatchNorm1d(3) for _ in range(2)), torch.nn.LayerNorm(3)]
+            )  # fmt: skip
 
         def forward(self, inputs, agent_state):
             return super().forward(inputs | {"frame": inputs["frame"]["board"]}, agent_state)
@@ -294,8 +295,8 @@ def test_a_net_with_dropout_or_that_ignores_masks_is_told(caplog):
     space = gym.spaces.Dict(board=FEATURES, action_mask=mask)
     create_net(Net, space, DISCRETE)
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warned) == 3 and "Net in " in warned[0] and "ignores the action_mask" in warned[0]
-    assert "has a Dropout, so" in warned[1] and "has a BatchNorm1d, so" in warned[2]
+    assert len(warned) == 2 and "Net in " in warned[0] and "ignores the action_mask" in warned[0]
+    assert "has BatchNorm1d, Dropout, LSTM: the policy that acts" in warned[1]
     caplog.clear()
     create_net(Net, gym.spaces.Dict(board=FEATURES, action_mask=FEATURES), DISCRETE)  # no mask
     create_net(MonoNet, gym.spaces.Dict(board=SPACE, action_mask=mask), DISCRETE)

@@ -226,12 +226,14 @@ def test_local_servers_get_the_learners_flags_but_no_secret(monkeypatch):
     arguments += "--frame_stack 1 --noop_max 0 --sticky_actions 0.5 --full_action_space "
     arguments += "--env_backend ale_vector --stall_timeout_s 7 --auth_token_file /secret"
     flags = parse(*arguments.split())
+    flags.levels, flags.spaces = [3, 4], "{}"  # of a fork; of a resumed run
     with pytest.raises(InterruptedError), servers.connect(flags, "script.py", check_discrete):
         pass
     python, script, *arguments = start.call_args[0][0]
     assert python == sys.executable and script == "script.py"
     served = vars(server_processes.parse_flags(polybeast_env.parser, arguments))
-    assert "auth_token_file" not in json.loads(served.pop("learner_flags"))
+    given = json.loads(served.pop("learner_flags"))
+    assert given["levels"] == [3, 4] and not {"auth_token_file", "spaces"} & given.keys()
     assert served.pop("server_address").startswith("unix:/") and served.pop("end_with_stdin")
     assert served.pop("auth_token_file") is None and not served.pop("insecure")
     assert served.pop("learner") is None and served.pop("program") == "polybeast_env.py"
