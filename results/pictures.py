@@ -22,9 +22,13 @@ from beast.runs.curves import read_run  # noqa: E402
 RETURN = "mean_game_return"  # of the last 100 whole games
 START_UPDATES = 1000  # from which on the KL divergence is looked at
 ARMS = {  # of the staleness runs, by --correction and --policy_clipping
-    ("vtrace", True): "V-trace, clipped policy (the default)",
-    ("vtrace", False): "V-trace",
-    ("none", False): "no correction",
+    ("vtrace", 0.2): "V-trace, clipped policy (the default)",
+    ("vtrace", 0.5): "the same, --policy_clipping 0.5",
+    ("vtrace", 1e9): "V-trace",
+    ("truncated", 0.2): "truncated weights",
+    ("decoupled", 0.2): "decoupled PPO",
+    ("m2po", 0.2): "M2PO",
+    ("none", 0.2): "no correction",
 }
 GOALS = {  # for RETURN; MinAtar's for the mean of the seeds
     "PongNoFrameskip-v4": 18,
@@ -191,31 +195,38 @@ def draw_staleness(name="staleness"):
     """Draw the last return against the lag, and print a row for each game, lag and arm."""
     games = read_suite(name)
     figure, axes = panels(games)
-    print(f"\n{name}\n\n| game | lag | correction | last 100 games, each seed | mean | above 0.1 |")
-    print("|---|---|---|---|---|---|")
+    columns = ("total_variation", "second_moment", "effective_sample_size")
+    print(f"\n{name}\n\n| game | lag | correction | last 100, each seed | mean | of lag 1 ", end="")
+    print(f"| {' | '.join(columns)} | KL above 0.1 |\n|{'---|' * 10}")
     for panel, (game, runs) in zip(axes, games.items(), strict=False):
         groups = {}
         for run in runs:
             flags = run.meta["flags"]
-            arm = ARMS[flags["correction"], flags["policy_clipping"] < 1]
+            arm = ARMS[flags["correction"], flags["policy_clipping"]]
             groups.setdefault(arm, {}).setdefault(flags["lag"], []).append(run)
+        ticks = sorted({lag for arm in groups.values() for lag in arm})
         for i, arm in enumerate(ARMS.values()):
-            lags, means = sorted(groups[arm]), []
-            for x, lag in enumerate(lags):
+            lags, means = sorted(groups.get(arm, ())), []
+            for lag in lags:
                 chosen = groups[arm][lag]
                 last = [finite(run, RETURN)[1][-1] for run in chosen]
                 means.append(np.mean(last))
-                panel.plot([x] * len(last), last, "o", color=f"C{i}", markersize=3)
-                share = max(large_kl(run)[2] for run in chosen)
+                panel.plot([ticks.index(lag)] * len(last), last, "o", color=f"C{i}", markersize=3)
+                averages = [
+                    np.mean([finite(run, column)[1].mean() for run in chosen]) for column in columns
+                ]
                 print(
                     f"| {game} | {lag} | {arm} | {', '.join(f'{r:.4g}' for r in last)} "
-                    f"| {means[-1]:.4g} | {share:.1%} |"
+                    f"| {means[-1]:.4g} | {means[-1] / means[0] if lags[0] == 1 else np.nan:.2f} "
+                    f"| {' | '.join(f'{x:.3g}' for x in averages)} "
+                    f"| {max(large_kl(run)[2] for run in chosen):.0%} |"
                 )
-            panel.plot(means, color=f"C{i}", label=arm)
-        panel.set_xticks(range(len(lags)), lags)
+            if lags:
+                panel.plot([ticks.index(lag) for lag in lags], means, color=f"C{i}", label=arm)
+        panel.set_xticks(range(len(ticks)), ticks)
         panel.set_xlabel("policy lag, in updates")
         panel.set_ylim(bottom=0)
-        panel.legend(fontsize=7)
+        panel.legend(fontsize=6)
     figure.suptitle("mean return of the last 100 games\nafter 2 million frames")
     figure.savefig(HERE / f"{name}.png")
 
