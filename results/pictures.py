@@ -226,7 +226,9 @@ def draw_staleness(name="staleness"):
         panel.set_xticks(range(len(ticks)), ticks)
         panel.set_xlabel("policy lag, in updates")
         panel.set_ylim(bottom=0)
-        panel.legend(fontsize=6)
+    figure.legend(
+        *panel.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7
+    )
     figure.suptitle("mean return of the last 100 games\nafter 2 million frames")
     figure.savefig(HERE / f"{name}.png")
 
