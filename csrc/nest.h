@@ -101,22 +101,22 @@ class Nest {
     return result;
   }
 
-  // An empty tuple is like an empty dict, as on the wire.
+  // `on_wire`: where an empty tuple is like an empty dict.
   template <class U>
-  bool same_structure(const Nest<U>& other) const {
-    if (is_leaf()) return other.is_leaf();
-    if (num_items() == 0 && other.num_items() == 0) return !other.is_leaf();
+  bool same_structure(const Nest<U>& other, bool on_wire = false) const {
+    if (is_leaf() || other.is_leaf()) return is_leaf() && other.is_leaf();
+    if (on_wire && num_items() == 0 && other.num_items() == 0) return true;
     if (is_tuple()) {
       if (!other.is_tuple() || tuple().size() != other.tuple().size()) return false;
       for (size_t i = 0; i < tuple().size(); ++i) {
-        if (!tuple()[i].same_structure(other.tuple()[i])) return false;
+        if (!tuple()[i].same_structure(other.tuple()[i], on_wire)) return false;
       }
       return true;
     }
     if (!other.is_dict() || dict().size() != other.dict().size()) return false;
     auto theirs = other.dict().begin();
     for (const auto& [key, nest] : dict()) {
-      if (key != theirs->first || !nest.same_structure(theirs->second)) return false;
+      if (key != theirs->first || !nest.same_structure(theirs->second, on_wire)) return false;
       ++theirs;
     }
     return true;

@@ -32,7 +32,7 @@ bool fits(const ArrayView& row, const Array& buffer, size_t leading) {
 // Throws WireError where the arrays of a row, [N, ...], differ from their ranges in structure,
 // dtype or shape.
 void check_space(const std::string& key, const Nest<ArrayView>& nest, const Nest<Array>& ranges) {
-  if (!nest.same_structure(ranges))
+  if (!nest.same_structure(ranges, true))
     throw WireError("the structure of " + key + " is not that of its space");
   const std::vector<ArrayView> arrays = nest.flatten();
   size_t i = 0;

@@ -6,6 +6,7 @@ import multiprocessing.util
 import os
 import pathlib
 import re
+import shutil
 import sys
 
 import pytest
@@ -252,7 +253,7 @@ def test_flags_of_one_call_alone_do_not_come_from_the_checkpoint(tmp_path):
 
 def test_best_brings_its_own_flags_and_is_for_tests_alone(tmp_path):
     save(parse(tmp_path, "--xpid run --learning_rate 0.25"))
-    (tmp_path / "run" / "model.tar").rename(tmp_path / "run" / "best.tar")
+    shutil.copy(tmp_path / "run" / "model.tar", tmp_path / "run" / "best.tar")
     save(parse(tmp_path, "--xpid run --learning_rate 0.125"))
     assert parse(tmp_path, "--xpid run --mode test --best").learning_rate == 0.25
     assert parse(tmp_path, "--xpid run --mode test").learning_rate == 0.125
