@@ -27,7 +27,7 @@ check() {
     -isystem "$headers" 2>"$generated/log"
 }
 
-if ! printf '%s\n' *.cc | check; then
+if ! printf '%s\n' *.cc tests/*_test.cc | check; then
   cat "$generated/log" >&2
   exit 1
 fi
