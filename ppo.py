@@ -28,7 +28,6 @@ import contextlib
 import functools
 
 import gymnasium as gym
-import numpy as np
 import torch
 from torch import nn
 
@@ -135,13 +134,8 @@ def create_env(flags):
     if gym_envs.is_game(flags.env):
         return atari_wrappers.create_atari(flags, flags.render_mode)
     env = gym_envs.create(flags)
-    if isinstance(space := env.action_space, gym.spaces.Box):
-        if space.is_bounded():
-            # RescaleAction may leave the bounds by a rounding error.
-            clip = functools.partial(np.clip, a_min=space.low, a_max=space.high)
-            env = gym.wrappers.TransformAction(env, clip, space)
-            env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
-        env = gym.wrappers.ClipAction(env)  # a Gaussian has no bounds
+    if isinstance(env.action_space, gym.spaces.Box):
+        env = gym.wrappers.ClipAction(gym_envs.rescale_actions(env))  # a Gaussian has no bounds
     return env
 
 

@@ -121,13 +121,7 @@ adam.add_argument("--learning_rate", type=positive(float),
 
 def create_env(flags):
     """Return one environment with a Box action space, in which actions are from -1 to 1."""
-    env = gym_envs.create(flags)
-    if isinstance(space := env.action_space, gym.spaces.Box) and space.is_bounded():
-        # RescaleAction may leave the bounds by a rounding error.
-        clip = functools.partial(np.clip, a_min=space.low, a_max=space.high)
-        env = gym.wrappers.TransformAction(env, clip, space)
-        env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
-    return env
+    return gym_envs.rescale_actions(gym_envs.create(flags))
 
 
 class Actor(nn.Module):

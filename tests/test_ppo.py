@@ -516,15 +516,17 @@ def test_actions_are_clipped_only_where_there_are_bounds():
 @pytest.mark.filterwarnings("ignore")  # Gymnasium's, of bounds in float16
 def test_actions_at_the_bounds_are_in_the_environments_space(dtype):
     low = np.random.default_rng(0).uniform(-3, 1, 50)
-    space = gym.spaces.Box(
-        low.astype(dtype), (low + np.linspace(0.1, 2, 50)).astype(dtype), dtype=dtype
-    )
+    high = low + np.linspace(0, 2, 50)  # the first part has equal bounds
+    space = gym.spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype)
+
+    actions = []
 
     class Bounded(HalfBounded):
         action_space = space
 
         def step(self, action):
             assert self.action_space.contains(action)
+            actions.append(action)
             return np.zeros(2, np.float32), 0.0, False, False, {}
 
     gym.register("Bounded-v0", Bounded)
@@ -532,8 +534,12 @@ def test_actions_at_the_bounds_are_in_the_environments_space(dtype):
         flags = parse("--env Bounded-v0", continuous=True)
         environments = Environments(lambda: ppo.create_env(flags), 1, 0)
         environments.initial()
-        for action in (-7, -1, 1, 7):
+        for action in (-7, -1, 0, 1, 7):
             environments.step(np.full((1, 50), action, np.float32))
+        middle = (space.low.astype(float) + space.high.astype(float)) / 2
+        goals = [space.low, space.low, middle, space.high, space.high]
+        for action, goal in zip(actions, goals, strict=True):
+            np.testing.assert_allclose(action, goal, rtol=2e-3 if dtype == np.float16 else 1e-6)
     finally:
         del gym.registry["Bounded-v0"]
 

@@ -78,6 +78,23 @@ def _keep(env, keys):
     return gym.wrappers.FilterObservation(env, keys)
 
 
+def rescale_actions(env):
+    """Return `env` with actions from -1 to 1 where they are a bounded Box.
+
+    Gymnasium's RescaleAction divides by 0 where the two bounds of a part are equal.
+    """
+    space = env.action_space
+    if not isinstance(space, gym.spaces.Box) or not space.is_bounded():
+        return env
+
+    def rescale(action):
+        share = (1 + action) / 2
+        rescaled = (1 - share) * space.low + share * space.high
+        return np.clip(rescaled, space.low, space.high).astype(space.dtype)  # rounding errors
+
+    return gym.wrappers.TransformAction(env, rescale, gym.spaces.Box(-1, 1, space.shape))
+
+
 class ObserveMask(gym.Wrapper):
     """Adds info["action_mask"] to the observation, which becomes, or is, a Dict.
 
