@@ -97,6 +97,10 @@ def test_popart_keeps_its_outputs_and_learns_their_scale(apply, load, program):
         torch.testing.assert_close(layer(x), before, rtol=1e-6, atol=1e-6)
         assert layer.mean.item() == pytest.approx(mean, rel=1e-3, abs=1e-6)
         assert layer.std.item() == pytest.approx(std, rel=1e-3)
+    layer = module.PopArt(8)  # whose weights are in float32
+    for _ in range(400):
+        layer.update(*torch.tensor([1e4, 1e8 + 1], dtype=torch.float64), rate=0.1)
+    assert layer.std.item() == pytest.approx(1, rel=1e-3)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
