@@ -643,7 +643,7 @@ def train(flags):
     )  # fmt: skip
 
     with Run(flags, learner) as run:
-        target_model = copy.deepcopy(model)
+        target_model = copy.deepcopy(model).to(device)
         buffers["exploration"].fill_(min(1, run.first_step / flags.epsilon_steps))
         buffers["policy_version"].fill_(weights.version)
         if run.first_step:

@@ -259,7 +259,8 @@ def run_program(main):
     # than cores. Then libgomp's threads sleep between two operations instead of spinning, and an
     # update of small nets takes twice as long.
     torch.set_num_threads(1)
-    if "--disable_cuda" in sys.argv or not torch.cuda.is_available():
+    # Unlike is_available, this does not fix which GPUs there are: a rank of torchrun takes one.
+    if "--disable_cuda" in sys.argv or not torch.cuda.device_count():
         keep_freed_memory()
     # Until a run's own handlers are in place: unwind, so that what was started is ended.
     exit_on_signals()

@@ -90,7 +90,9 @@ def test_help_is_short_and_lists_no_flag_that_is_left_out(program):
 def test_a_learner_on_the_cpu_keeps_freed_memory(monkeypatch, has_gpu, words):
     kept = []
     monkeypatch.setattr(sys, "argv", ["a/program.py", *words.split()])
-    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: int(has_gpu))
+    # It would initialize CUDA, before a rank has chosen its GPU by CUDA_VISIBLE_DEVICES.
+    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("asks too early"))
     monkeypatch.setattr("beast.flags.keep_freed_memory", lambda: kept.append(True))
     for name in ("start_logging", "exit_on_signals"):
         monkeypatch.setattr(f"beast.flags.{name}", lambda *_: None)

@@ -90,13 +90,14 @@ def choose_precision(flags, model, devices):
 
 
 def use_threads(num_threads, device):
-    """Set the number of PyTorch threads of this thread; on two cores, pin two of them.
+    """Set the number of PyTorch threads of this thread, 1 for a GPU; on two cores, pin two of them.
 
     In convolutions threads wait for each other without giving up their core. Where another program
     keeps a core busy, Linux has both share the other one, and a batch takes 20 times as long
     (benchmarks/README.md). Only for programs whose environments wait during learning.
     """
-    torch.set_num_threads(num_threads)
+    # With a GPU they would only copy rows, and then spin beside the environments.
+    torch.set_num_threads(num_threads if device.type == "cpu" else 1)
     cores, before = sorted(os.sched_getaffinity(0)), os.listdir("/proc/self/task")
     # More than two are not pinned: libgomp ends and starts some of them between layers, and those
     # would inherit the core of this one.

@@ -179,7 +179,8 @@ class LearnerGroup:
         tensor = self.exchange.pack(model, metrics, self.rank, self.size, self._asks_to_stop)
 
         def add():
-            dist.all_reduce(tensor, group=self._tensors)
+            # NCCL keeps to the time limit in `wait`, which a synchronous call no longer makes.
+            dist.all_reduce(tensor, group=self._tensors, async_op=True).wait()
             tensor[:1].cpu()  # what failed on a GPU shows here
 
         self._communicate(add)

@@ -200,6 +200,7 @@ def check_flags(flags, how="under torchrun"):
         "deterministic": "makes runs the same that one learner makes",
         "pipes_basename": "names one place, at which all learners would start servers",
         "write_profiler_trace": "holds the other learners up for too long",
+        "compile": "takes longer than learners wait for each other",
     }.items():
         if getattr(flags, name, None):
             raise FlagError(f"--{name} {reason}: leave it out {how}")

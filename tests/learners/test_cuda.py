@@ -257,9 +257,14 @@ def test_a_run_goes_on_where_it_was_on_another_device(tmp_path, fork):
         ("ppo.py", "--use_gru --num_envs 8 --unroll_length 32"),
         ("gala.py", "--num_agents 2 --envs_per_agent 4"),
         ("gala.py", "--num_agents 2 --envs_per_agent 4 --exchange allreduce"),
+        ("monobeast.py", "--batch_size 4 --compile --replay_ratio 1"),
+        ("dqn.py", "--learning_starts 1000"),
+        ("dqn.py", "--use_lstm --learning_starts 1000"),
+        ("sac.py", "--env Pendulum-v1 --learning_starts 2500"),
     ],
 )
 def test_pong_is_trained_for_a_moment(tmp_path, program, arguments):
+    pytest.importorskip("cv2")
     status, output = run(
         ROOT / program, arguments, "--total_steps 3000 --xpid run --savedir", tmp_path
     )
