@@ -30,6 +30,7 @@ from beast.errors import FlagError
 from beast.parser import positive
 from beast.runs import checkpoint, evaluate
 from beast.runs.curves import PlotError, read_run
+from beast.runs.statistics import show
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WEIGHTS, SCORE, CARD, PICTURE = "model.safetensors", "test.json", "README.md", "curves.png"
@@ -176,7 +177,7 @@ def read_score(folder):
 def describe(result):
     """Return mean and 95 % confidence interval of a test as text."""
     mean, half = result["mean"], result["ci95"]
-    return f"{mean:.4g}" + (f" ({mean - half:.4g} to {mean + half:.4g})" if half else "")
+    return show(mean) + (f" ({show(mean - half)} to {show(mean + half)})" if half else "")
 
 
 def write_card(folder, target):
@@ -295,6 +296,8 @@ def main(argv=None):
         import safetensors  # noqa: F401
     except ImportError:
         raise FlagError("this needs a package: pip install safetensors") from None
+    if getattr(flags, "num_episodes", 2) < 2:
+        raise FlagError("--num_episodes is 1, which has no interval: give 2 or more")
     if flags.command == "push":
         return push(flags, arguments)
     if flags.command == "test":

@@ -27,6 +27,7 @@ from beast.runs.curves import (
     group,
     read_run,
 )
+from beast.runs.statistics import show
 
 COLORS = ["#0072b2", "#d55e00", "#008060", "#b0478f", "#a87900", "#6b5b50"]
 DASHES = ["", "6 3", "2 2"]  # of the first six curves, of the next six, ...
@@ -97,7 +98,7 @@ def describe_runs(groups):
         for run in members:
             returns = [run.columns[name] for name in RETURNS if name in run.columns]
             last = [
-                f"return {r[np.isfinite(r)][-1]:.4g}, " for r in returns if np.isfinite(r).any()
+                f"return {show(r[np.isfinite(r)][-1])}, " for r in returns if np.isfinite(r).any()
             ]
             earlier = len(run.meta.get("earlier", []))
             lines.append(

@@ -20,6 +20,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from beast.parser import positive
+from beast.plot import describe_flags
 from beast.runs import statistics
 from beast.runs.curves import RETURNS, PlotError, group, read_run
 
@@ -87,22 +88,44 @@ def name_game(run):
     env = str(run.meta.get("flags", {}).get("env"))
     name = env.split("/")[-1].split("-v")[0].removesuffix("NoFrameskip")
     words = (f"_{c.lower()}" if c.isupper() else c for c in name)
-    is_atari = "/" not in env or env.startswith("ALE/")  # MinAtar has games of the same names
-    return "".join(words).lstrip("_") if is_atari else env
+    game = "".join(words).lstrip("_")
+    may_be_atari = "/" not in env or env.startswith("ALE/")  # MinAtar has games of the same names
+    return game if may_be_atari and statistics.human_normalized(game, 0) is not None else env
 
 
-def returns_of(run):
-    """Return the column of a run's returns, of which some may be nan."""
-    columns = [run.columns[name] for name in RETURNS if name in run.columns]
-    known = [c for c in columns if np.isfinite(c).any()]
-    if not known:
-        raise PlotError(f"{run.path} has no return yet: leave it out")
-    return known[0]
+def choose_returns(runs):
+    """Give all runs a column "returns", some of which may be nan: of whole games, if all have it.
+
+    Else two things would be compared.
+    """
+
+    def has(run, name):
+        return name in run.columns and np.isfinite(run.columns[name]).any()
+
+    name = next((n for n in RETURNS if all(has(run, n) for run in runs)), None)
+    if name is None:
+        first = next(iter(RETURNS))
+        paths = ", ".join(str(run.path) for run in runs if not has(run, first))
+        raise PlotError(f"{paths}: no {first} yet: leave it out")
+    for run in runs:
+        run.columns["returns"] = run.columns[name]
+
+
+def describe_mixtures(groups):
+    """Return a line for each setting in which runs of one agent differ."""
+    lines = []
+    for label, runs in groups.items():
+        names = dict.fromkeys(name for run in runs for name in run.settings if name != "env")
+        for name in names:
+            values = dict.fromkeys(str(run.settings.get(name, "-")) for run in runs)
+            if len(values) > 1:
+                lines.append(f"{label}: --{name} is {', '.join(values)} in runs of one agent")
+    return lines
 
 
 def score(run, steps):
     """Return the mean return of a run's last 100 games, at its end or after so many steps."""
-    returns = returns_of(run)
+    returns = run.columns["returns"]
     if steps is not None and run.columns["steps"][-1] < steps:
         raise PlotError(
             f"{run.path} ends at {run.columns['steps'][-1]:,.0f} steps, before --steps {steps:,}"
@@ -151,7 +174,7 @@ def compute_curves(groups, references, path):
     """
     curves = {}
     for label, runs in groups.items():
-        known = [run.columns["steps"][np.isfinite(returns_of(run))] for run in runs]
+        known = [run.columns["steps"][np.isfinite(run.columns["returns"])] for run in runs]
         first, last = max(steps[0] for steps in known), min(steps[-1] for steps in known)
         points = np.unique(np.linspace(first, last, NUM_POINTS)) if first <= last else []
         scores = []
@@ -266,6 +289,7 @@ def main(argv=None):
     notes = []
     runs = [read_run(argument, notes) for argument in flags.runs]
     runs = list({(run.label, run.path.resolve()): run for run in runs}.values())  # `latest`, say
+    choose_returns(runs)
     ends = {run.columns["steps"][-1]: run.path for run in runs}
     if flags.steps is None and (end := min(ends)) < 0.9 * max(ends):
         notes.append(f"{ends[end]} ends at {end:,.0f} steps, others later: compare by --steps")
@@ -273,6 +297,7 @@ def main(argv=None):
     if "" in labels and len(labels) > 1:
         raise PlotError("some runs have a label and some have none: write LABEL=RUN for all")
     groups = group(runs) if "" not in labels else {"runs": runs}
+    notes += [*describe_flags(groups), *describe_mixtures(groups)]
     games, scores = tabulate(groups, flags.steps)
     references = read_references(flags.scores)
 

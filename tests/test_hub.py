@@ -126,6 +126,7 @@ def make_packed(path, **change):
     [("push none {new}", "none is no run: its meta.json cannot be read"),
      ("push {run} {old}", "old exists: choose another folder, or remove it"),
      ("push {run} {new} --best", "run has no best.tar"),
+     ("push {run} {new} --num_episodes 1", "is 1, which has no interval: give 2 or more"),
      ("pull none {new}", "none has no model.safetensors"),
      ("pull {old} {run}", "run exists: choose another folder, or remove it"),
      ("pull {empty} {new}", "empty has no model.safetensors of beast.hub .*No such file")],

@@ -212,14 +212,18 @@ def test_a_dry_run_starts_nothing_and_says_what_it_would(capsys, tmp_path, four_
         (tmp_path / name).mkdir()
     (tmp_path / "one" / "model.tar").touch()
     (tmp_path / "two" / "meta.json").write_text('{"status": "ended"}')
-    command = f"python ppo.py --savedir {tmp_path} --xpid {{n=one,two,new}} --mode"
-    for mode, actions in (("train", "resume skip start"), ("test", "start start start")):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "model.tar").touch()
+    meta = {"status": "ended", "command": ["ppo.py", "--mode", "train", "--total_steps", "9"]}
+    (tmp_path / "more" / "meta.json").write_text(json.dumps(meta))
+    command = f"python ppo.py --savedir {tmp_path} --xpid {{n=one,two,more,new}} --mode"
+    for mode, actions in (("train", "resume skip resume start"), ("test", "start " * 4)):
         queue_runs.main(["--cores_per_run", "2", "--dry_run", "--", *command.split(), mode])
-        *slots, one, two, new = capsys.readouterr().out.splitlines()
+        *slots, one, two, more, new = capsys.readouterr().out.splitlines()
         assert slots == ["slot 0: cores 3,4", "slot 1: cores 6,7"]
-        assert [line.split(":")[0] for line in (one, two, new)] == actions.split()
+        assert [line.split(":")[0] for line in (one, two, more, new)] == actions.split()
         assert new == f"start: python ppo.py --savedir {tmp_path} --xpid new --mode {mode}"
-    assert {path.name for path in tmp_path.iterdir()} == {"one", "two"}
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "more"}
 
 
 def test_folders_are_those_of_the_programs():
@@ -318,21 +322,31 @@ def test_ended_runs_are_skipped_and_others_are_resumed(queue, read, tmp_path):
     for xpid, status in statuses.items():
         (tmp_path / xpid).mkdir()
         meta = {"status": status, "start": "2026-01-02T00:00:00+00:00", "end": None}
+        meta["command"] = ["run.py", "--other", "1"]  # without a checkpoint it cannot go further
         (tmp_path / xpid / "meta.json").write_text(json.dumps(meta))
     (tmp_path / "r2" / "model.tar").touch()
     (tmp_path / "r3" / "model.tar").touch()
     (tmp_path / "r4" / "meta.json").write_text("torn")
     (tmp_path / "queue").mkdir()
-    (tmp_path / "queue" / "queue.csv").write_text("xpid,slot,start,end,status\nother,0,1,2,ended\n")
+    (tmp_path / "queue" / "queue.csv").write_text(
+        "xpid,slot,start,end,status\nother,0,1,2,ended\nx,0,1,,running\n"
+    )
     with queue("", ONE_SLOT, "r{n=1,2,3,4,5}") as program:
         status, output = program.end()
     assert status == 0, output
-    for line in ("r1 skipped", "r2 resumes in", "r3 resumes in", "r4 starts in", "r5 starts in"):
+    for line in (
+        "r1 skipped: it has ended before, by other flags",
+        "r2 resumes in",
+        "r3 resumes in",
+        "r4 starts in",
+        "r5 starts in",
+    ):
         assert line in output
     assert read.starts() == ["r2", "r3", "r4", "r5"]
     rows = read.rows()
     assert rows["r1"]["status"] == "skipped" and rows["r1"]["start"].startswith("2026-01-02")
-    assert list(rows) == ["other", "r1", "r2", "r3", "r4", "r5"]  # of an earlier queue, too
+    assert rows["x"]["status"] == "lost" and rows["other"]["status"] == "ended"
+    assert list(rows) == ["other", "x", "r1", "r2", "r3", "r4", "r5"]  # of an earlier queue, too
 
 
 WAIT = 'wait_for("go")'

@@ -113,12 +113,36 @@ def test_scores_are_those_at_the_steps_that_are_asked_for(runs, tmp_path):
 
 
 def test_curves_follow_the_runs(runs):
-    groups = group([read_run(argument, []) for argument in runs[:4]])
+    read = [read_run(argument, []) for argument in runs[:4]]
+    report.choose_returns(read)
+    groups = group(read)
     references = report.read_references(statistics.HUMAN_SCORES)
     steps, scores = report.compute_curves(groups, references, "")["old"]
     assert (steps[0], steps[-1]) == (2000, 3000) and scores.shape == (report.NUM_POINTS, 2, 2)
     assert scores[0, :, 1] == pytest.approx((-20 + 20.7) / (14.6 + 20.7))
     assert scores[-1, :, 1] == pytest.approx([(x + 20.7) / (14.6 + 20.7) for x in (14.1, 14.2)])
+
+
+def test_games_are_not_compared_with_lives(tmp_path):
+    paths = [write_run(tmp_path / name, "PongNoFrameskip-v4", [1, 2]) for name in "ab"]
+    lives = "_tick,_time,step,mean_game_return,mean_episode_return\n0,0,1000,,7\n1,1,2000,,8\n"
+    (paths[1] / "logs.csv").write_text(lives)
+    with pytest.raises(PlotError, match=f"{paths[1]}/logs.csv: no mean_game_return yet"):
+        report.main([str(path) for path in paths])
+    (paths[0] / "logs.csv").write_text(lives.replace("7", "5").replace(",,8", ",3,6"))
+    report.main([*map(str, paths), "--output", str(tmp_path / "out")])
+    assert "| pong | 6.0, 8.0 |" in (tmp_path / "out.md").read_text()  # lives, of both
+
+
+def test_only_games_of_atari_go_by_one_name(tmp_path, capsys):
+    names = ["PongNoFrameskip-v4", "ALE/Pong-v5", "CartPole-v0", "CartPole-v1", "MinAtar/Pong-v1"]
+    runs = [read_run(str(write_run(tmp_path / str(i), n, [1, 2])), []) for i, n in enumerate(names)]
+    assert [report.name_game(run) for run in runs] == ["pong", "pong", *names[2:]]
+    one, two = (tmp_path / name for name in "01")
+    text = (two / "meta.json").read_text()
+    (two / "meta.json").write_text(text.replace('"env"', '"sticky_actions": 0.25, "env"'))
+    report.main([str(one), str(two), "--output", str(tmp_path / "out")])
+    assert "runs: --sticky_actions is -, 0.25 in runs of one agent" in capsys.readouterr().out
 
 
 def test_runs_that_do_not_overlap_have_no_curve(tmp_path):
@@ -146,6 +170,11 @@ def test_published_means_stand_beside_the_runs(runs, tmp_path, capsys):
     assert "is without DQN (published): no means at --steps None" in capsys.readouterr().out
 
 
+def write(folder, text):
+    (folder / "scores.csv").write_text(text)
+    return folder / "scores.csv"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [(lambda runs, _: runs[:-1], "new needs as many runs of each game: beam_rider 1, pong 2"),
@@ -156,6 +185,8 @@ def test_published_means_stand_beside_the_runs(runs, tmp_path, capsys):
      (lambda runs, path: [write_run(path / "x", "MinAtar/Breakout-v0", [1, 2])],
       "no scores of MinAtar/Breakout-v0: give others by --scores"),
      (lambda runs, path: [*runs, "--scores", path / "none.csv"], "cannot read .*none.csv"),
+     (lambda runs, path: [*runs, "--scores", write(path, "game,low,high\n\npong,nan,1\n")],
+      "a score of pong is no number"),
      (lambda runs, path: [*runs, "--published", path / "none.csv"], "cannot read .*none.csv"),
      (lambda runs, path: [*runs, "--published", str(statistics.HUMAN_SCORES)],
       "cannot read .*atari57.csv"),

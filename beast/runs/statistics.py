@@ -21,8 +21,10 @@ SEED, CHUNK = 0, 1000  # of the bootstrap; samples at a time, which bounds the m
 def read_references(path):
     """Return a dict from games to the scores that count as 0 and as 1."""
     with open(path, newline="") as file:
-        rows = list(csv.reader(file))[1:]
+        rows = [row for row in list(csv.reader(file))[1:] if row]
     references = {row[0]: (float(row[1]), float(row[2])) for row in rows}
+    if odd := [game for game, scores in references.items() if not np.isfinite(scores).all()]:
+        raise ValueError(f"a score of {odd[0]} is no number")
     if equal := [game for game, (low, high) in references.items() if low == high]:
         raise ValueError(f"the two scores of {equal[0]} are equal")
     return references
@@ -39,6 +41,11 @@ def human_normalized(game, score):
         return None
     random, human = _read_human_scores()[game]
     return (score - random) / (human - random)
+
+
+def show(score):
+    """Return a score as text, with four digits and all of those before the point."""
+    return f"{score:,.0f}" if abs(score) >= 1000 else f"{score:.4g}"
 
 
 def interquartile_mean(scores):
