@@ -78,9 +78,9 @@ def mask_second_moment(x):
     """Leave out the most distant transitions until the mean square of log ratios is small.
 
     After Zheng et al. (2025), "Prosperity before collapse: how far can off-policy RL reach with
-    stale data on LLMs?" (M2PO), without the bounds of the ratio that their code adds. The mean is
-    over those that PPO might clip: where the policy is to move still farther from the one that
-    acted. All others stay in.
+    stale data on LLMs?" (M2PO), by the paper's text: their code bounds the ratio, too, and masks
+    more, since it counts what it masks in the mean. The mean is over those that PPO might clip:
+    where the policy is to move still farther from the one that acted. All others stay in.
     """
     vs, advantages = x.returns(torch.zeros_like(x.behavior_log_probs))
     log_ratios = (x.log_probs - x.behavior_log_probs).detach()

@@ -188,10 +188,11 @@ class CenteredConv2d(nn.Conv2d):
 
 
 class HadamardConv2d(nn.Conv2d):
-    """Conv2d whose halves are multiplied after layer norm and GELU (Hadamax, Kooi et al. 2025).
+    """Conv2d whose halves are multiplied after layer norm and GELU.
 
-    out_channels / 2 come out. Nets with it learned two of MinAtar's games in fewer steps than with
-    a ReLU (results/tricks). The norm takes away how bright an image is as a whole.
+    Hadamax (Kooi et al. 2025) without its max-pooling; out_channels / 2 come out. Nets with it
+    learned two of MinAtar's games in fewer steps than with a ReLU (results/tricks). The norm takes
+    away how bright an image is as a whole.
     """
 
     def forward(self, x):
