@@ -43,6 +43,7 @@ GOALS = {  # for RETURN; MinAtar's for the mean of the seeds
     "MinAtar/Seaquest-v0": 20,
     "MinAtar/SpaceInvaders-v0": 115.6,
 }
+OLD_IDS = {"breakout": "MinAtar/Breakout-v0"}  # of an example that there was
 AFTERWARDS = 500_000  # steps after the goal, over which a run should stay there
 DIAGNOSTICS = {  # pictures of these columns, with the clipped policy and without
     "entropy_share": "entropy, share of the highest",
@@ -72,7 +73,8 @@ def read_suite(name):
     games = {}
     for path in sorted((HERE / name).glob("*/logs.csv")):
         run = read_run(str(path), notes=[])
-        games.setdefault(run.meta["flags"]["env"], []).append(run)
+        env = run.meta["flags"]["env"]
+        games.setdefault(OLD_IDS.get(env, env), []).append(run)
     return games
 
 
@@ -162,14 +164,17 @@ def draw_suite(name, is_impala):
         for run in runs:
             steps, returns = finite(run, RETURN)
             flags = run.meta["flags"]
-            label = "LSTM, " if flags.get("use_lstm") else ""
-            label += "deep net, " if flags.get("model") == "deep" else ""
-            label += "GPU, " if run.meta.get("device", "cpu") != "cpu" else ""
-            # Of other programs, runs that differ by their seeds alone share a color.
-            arm = run.name if is_impala else run.name.rpartition("-")[0]
-            label = f"{label}seed {flags['seed']}" if is_impala else arm
+            kinds = {
+                "with an LSTM": flags.get("use_lstm"),
+                "PolyBeast's deep net": flags.get("model") == "deep",
+                "PolyBeast on a GPU": run.meta.get("device", "cpu") != "cpu",
+            }
+            # Runs that differ by their seeds alone share a color.
+            arm = run.name.rpartition("-")[0]
+            if is_impala:
+                arm = next((kind for kind, is_so in kinds.items() if is_so), "MonoBeast")
             panel.plot(
-                steps / 1e6, returns, linewidth=1, label=None if arm in colors else label,
+                steps / 1e6, returns, linewidth=1, label=None if arm in colors else arm,
                 color=colors.setdefault(arm, f"C{len(colors)}"),
             )  # fmt: skip
             row = (
