@@ -19,7 +19,9 @@ To serve another environment, edit create_env.
 import itertools
 import os
 import signal
+import socket
 import sys
+import zlib
 
 import atari_wrappers
 from beast.envs import gym_envs
@@ -106,7 +108,8 @@ def run_server(flags, address, seed=(0,), started=None, stop_signals=(), busy_si
     options = {"make_environments": make_environments, "env": flags.env, "busy_since": busy_since}
     options |= credentials.load(flags)
     if address is None:
-        server = Dialer(None, expand_addresses(flags.learner), seed[0], **options)
+        first = zlib.crc32(socket.gethostname().encode()) + flags.seed + seed[0]
+        server = Dialer(None, expand_addresses(flags.learner), first, **options)
     else:
         server = Server(None, address, insecure=flags.insecure, **options)
     for number in stop_signals:

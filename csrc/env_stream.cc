@@ -2,6 +2,7 @@
 #include "env_stream.h"
 
 #include <algorithm>
+#include <sstream>
 #include <utility>
 
 #include "errors.h"
@@ -65,6 +66,7 @@ void EnvStream::cancel() {
 }
 
 void EnvStream::begin_wait(Seconds timeout) {
+  timeout_ = timeout;
   const auto end =
       Clock::now() + std::chrono::duration_cast<Clock::duration>(std::min(timeout, kLongest));
   deadline_ = end.time_since_epoch().count();
@@ -86,11 +88,16 @@ void EnvStream::extend(Clock::duration time) {
 
 void EnvStream::fail() {
   const bool too_slow = late_;
+  const double limit = timeout_.count();
   // A malformed message leaves the stream open, so that finish() could block for long.
   begin_wait(kGrace);
   const grpc::Status status = finish();
   end_wait();
-  if (too_slow) throw ConnectionError(peer_ + " hangs: it took too long");
+  if (too_slow) {
+    std::ostringstream text;
+    text << peer_ << " hangs: it took more than " << limit << " s";
+    throw ConnectionError(text.str());
+  }
   if (late_) {
     throw ConnectionError(peer_ + " sent a malformed message, or did not end its stream");
   }

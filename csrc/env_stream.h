@@ -79,6 +79,7 @@ class EnvStream {
   std::atomic<bool> cancelled_{false};
   std::atomic<bool> late_{false};
   std::atomic<Clock::rep> deadline_{0};  // in ticks of Clock; 0: none
+  Seconds timeout_{0};                   // of the latest wait, without what extend() has added
 };
 
 }  // namespace torchbeast

@@ -6,6 +6,7 @@
 Needs numpy, grpcio and protobuf: no gymnasium, and nothing that is compiled here.
 """
 
+import contextlib
 import functools
 import logging
 import queue
@@ -33,6 +34,7 @@ _OPTIONS = (
     # Ping the learner, which may be unplugged or stopped.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),  # else a ping may take a minute
     ("grpc.http2.max_pings_without_data", 0),
 )
 _TEXTS = {
@@ -40,7 +42,8 @@ _TEXTS = {
     grpc.StatusCode.UNIMPLEMENTED: "the learner at {} is of a version that environments cannot "
     "dial in to: update it ({})",
     grpc.StatusCode.UNAVAILABLE: "the learner at {} cannot be reached, or has gone: {}",
-    grpc.StatusCode.CANCELLED: "the learner at {} has ended, or this stream hangs",
+    grpc.StatusCode.CANCELLED: "the learner at {} has ended, or the environments took longer than "
+    "it waits (its --stall_timeout_s)",
 }
 # What another attempt would not change.
 _FINAL = (
@@ -58,7 +61,8 @@ class Dialer:
     Args:
       env_class, make_environments, env: as of Server.
       addresses: host:port of the learners; where one is gone, the next one is tried.
-      first: index of the address to be tried first.
+      first: index of the address to be tried first, again after a stream that has played, and
+        every other time while none is to be had: so that processes of many machines stay spread.
       busy_since: an array, of whose first entry Server says what it is.
       tls: PEM texts of the authority that signed the learner's certificate, of our own certificate
         and of its key.
@@ -74,7 +78,7 @@ class Dialer:
         reconnect=True,
     ):  # fmt: skip
         access.check_credentials(tls, auth_token)
-        self._addresses, self._next = list(addresses), first
+        self._addresses, self._first = list(addresses), first
         self._log, self._throttle = access.PeerLog(), access.Throttle()
         busy_since = [0.0] if busy_since is None else busy_since
         self._session = None if play else Session(env_class, make_environments, env, self._log)
@@ -91,9 +95,9 @@ class Dialer:
           RuntimeError: a learner refuses us for good before any has accepted us; a stream is lost,
             and we are not to reconnect; or `give_up` was called.
         """
-        num_failures, has_played = 0, False
+        num_failures, num_tries, has_played = 0, 0, False
         while not self._is_stopped:
-            address = self._addresses[self._next % len(self._addresses)]
+            address = self._address(num_tries)
             stream = _Stream(self, address, None if has_played else started)
             error = stream.run()
             has_played |= stream.num_actions > 0
@@ -110,10 +114,16 @@ class Dialer:
                 level = level if stream.is_in_order else logging.ERROR
                 more = f" ({count} streams since the last such line)" if count > 1 else ""
                 logging.log(level, "%s%s", error, more)
-            self._next += 1
+            num_tries = 0 if stream.num_actions else num_tries + 1
             num_failures = 1 if stream.num_actions >= ENOUGH_ACTIONS else num_failures + 1
             pause = PAUSES[min(num_failures, len(PAUSES)) - 1] * random.uniform(0.5, 1.5)
             self._wait(pause)
+
+    def _address(self, num_tries):
+        """Return the first address at even tries, and the others in turn at odd ones."""
+        others = len(self._addresses) - 1
+        step = 1 + num_tries // 2 % others if num_tries % 2 and others else 0
+        return self._addresses[(self._first + step) % len(self._addresses)]
 
     def stop(self):
         """End the stream and `run`. For any thread, and handlers of signals."""
@@ -146,6 +156,7 @@ class _Stream:
     def __init__(self, dialer, address, started):
         self._dialer, self._address, self._started = dialer, address, started
         self.num_actions, self.is_refused, self.is_in_order = 0, False, False
+        self._is_ready = False  # whether the environments are made
         self._error = None
         self._calls = queue.SimpleQueue()  # the call, once there is one
 
@@ -165,7 +176,7 @@ class _Stream:
                     logging.info("Waiting for the learner at %s", self._address)
         if dialer.num_failures() > num_failures:
             self._error = "the environments failed"
-        elif call.code() == grpc.StatusCode.CANCELLED and self.num_actions == 0:
+        elif call.code() == grpc.StatusCode.CANCELLED and self._is_ready and not self.num_actions:
             pass  # it asked others, too, and needs one answer; if it has ended, a next try tells
         elif self._error is None and call.code() != grpc.StatusCode.OK:
             self.is_refused, self.is_in_order = call.code() in _FINAL, call.code() in _IN_ORDER
@@ -188,7 +199,11 @@ class _Stream:
                 yield rpcenv_pb2.Step(error=self._error).SerializeToString()
             else:
                 options = wire.read_stream_options(dict(hello.options))
-                yield from self._dialer.play(options, self._count(call), self._address)
+                steps = self._dialer.play(options, self._count(call), self._address)
+                with contextlib.closing(steps):
+                    for step in steps:
+                        self._is_ready = True
+                        yield step
             next(call, None)  # so that the last Step arrives before the connection is closed
         except grpc.RpcError:  # of which the call has the status
             pass

@@ -114,8 +114,7 @@ def test_each_server_is_a_process_and_restarted_when_killed(tmp_path):
 )
 def test_no_process_and_no_socket_is_left(tmp_path, end, expected):
     address = f"unix:{tmp_path}/socket"
-    env = "Catch" if expected < 0 else "Parent"
-    arguments = ["--env", env, "--server_address", address, "--end_with_stdin"]
+    arguments = ["--env", "Parent", "--server_address", address, "--end_with_stdin"]
     with Program(CATCH, *arguments, stdin=subprocess.PIPE) as program:
         wait_for_servers(program, f"{address}.0", f"{address}.1")
         assert sorted(os.listdir(tmp_path)) == ["socket.0", "socket.1"]
@@ -127,6 +126,25 @@ def test_no_process_and_no_socket_is_left(tmp_path, end, expected):
     assert status == expected
     assert not os.listdir(tmp_path)
     assert "Traceback" not in output
+
+
+@pytest.mark.whole
+def test_what_environments_have_started_ends_with_them(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    with Program(CATCH, f"--env Parent --num_servers 1 --server_address {address}") as program:
+        wait_for_servers(program, address)
+        (server,) = servers(program)
+        before = set(program.members())
+        with Stream(address, num_envs=2) as stream:
+            stream.step(choose(0, 2))
+            assert len(set(program.members()) - before) == 2
+        program.wait_until(lambda: set(program.members()) == before)
+        assert "does not end" not in program.output
+        with Stream(address, num_envs=2):
+            started = set(program.members()) - before
+            os.kill(server, signal.SIGKILL)  # in their hands its port would stay in use
+            wait_for_servers(program, address, times=2)
+        assert len(started) == 2 and not started & set(program.members())
 
 
 @pytest.mark.whole

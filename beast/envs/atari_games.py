@@ -11,8 +11,13 @@ OTHERS = "give others without --env_backend ale_vector"
 
 
 def is_game(env_id):
-    """Return whether an id of Gymnasium is a game of ale-py."""
-    _register()
+    """Return whether an id of Gymnasium is a game of ale-py, which others do not need."""
+    try:
+        _register()
+    except ModuleNotFoundError:
+        if env_id.startswith("ALE/") or "NoFrameskip" in env_id:
+            raise FlagError(f"{env_id} needs a package: pip install ale-py") from None
+        return False
     return is_spec_of_game(gym.registry.get(env_id))  # "module:Name-v0" registers later
 
 

@@ -23,6 +23,7 @@ from beast.errors import EnvError
 from beast.processes.lifetime import (
     HANDLED_SIGNALS,
     STOP_SIGNALS,
+    default_signals_in_forks,
     exit_with_parent,
     lead_group,
     signals_blocked,
@@ -118,16 +119,12 @@ def start_process(process, name):
 def end_process(process, patience):
     """Kill a process that start_process has started, unless it ends in so many seconds.
 
-    What its environments have started is killed in any case, if it leads a group.
+    What its environments have started is killed in any case: it leads a group.
     """
     if process not in _started:  # its id may be that of another one by now
         return
     _started.discard(process)
     process.join(max(0, patience))
-    if isinstance(process, multiprocessing.context.SpawnProcess):  # leads no group
-        process.kill()
-        process.join(2)
-        return
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, and left nobody
         os.killpg(process.pid, signal.SIGKILL)
     if process.is_alive() or process.exitcode == 255:
@@ -135,7 +132,8 @@ def end_process(process, patience):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
     process.join(2)
-    if process.is_alive():  # the fork server has not reported its end
+    is_spawned = isinstance(process, multiprocessing.context.SpawnProcess)
+    if process.is_alive() and not is_spawned:  # the fork server has not reported its end
         kill_fork_server()
         process.join(2)  # no longer: a child stopped as it started may hold the fork server's pipe
 
@@ -151,8 +149,7 @@ def child_main(function, pipe, *args, niceness=10):
     """
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
-        # Environments end theirs by SIGTERM.
-        os.register_at_fork(after_in_child=functools.partial(signal.signal, number, signal.SIG_DFL))
+    default_signals_in_forks()
     lead_group()
     print_stacks_on_signal()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)

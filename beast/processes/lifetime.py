@@ -6,6 +6,7 @@ No torch here.
 
 import contextlib
 import fcntl
+import functools
 import importlib.machinery
 import logging
 import multiprocessing
@@ -157,10 +158,11 @@ def exit_now():
     os._exit(1)
 
 
-def lead_group():
-    """Lead a process group, which the kernel kills when the parent ends, even if all in it hang.
+def lead_group(number=signal.SIGKILL):
+    """Lead a process group, to which the kernel sends a signal when the parent ends.
 
-    For processes that multiprocessing has started, and that may start others.
+    For processes that multiprocessing has started, and that may start others. By default all in the
+    group are killed, even if they hang. SIGCONT wakes a stopped one, for exit_with_parent.
     """
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # which a background group gets for its output
     os.setpgid(0, 0)
@@ -168,8 +170,14 @@ def lead_group():
     with contextlib.suppress(OSError):  # a sandbox may not know it: exit_with_parent is left then
         # When its other end is closed, the kernel sends the group a SIGIO, or what F_SETSIG says.
         fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())
-        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, number)
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def default_signals_in_forks():
+    """Have processes that environments fork from this one end by signals, as those expect."""
+    for number in STOP_SIGNALS:
+        os.register_at_fork(after_in_child=functools.partial(signal.signal, number, signal.SIG_DFL))
 
 
 def exit_with_parent(pipe=None, end=exit_now, while_alive=lambda: None):

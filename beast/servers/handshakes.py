@@ -9,17 +9,24 @@ import time
 import libtorchbeast
 from beast.envs.spaces import row_ranges, spaces_from_json
 from beast.errors import EnvError
+from beast.processes.watchdog import PATIENCE
 
 FIRST_LINE = 2  # seconds without an answer after which the log says so
 DIAL_LINE = 10  # seconds between two log lines while nobody has dialed in
 CONNECT_TIMEOUT = 20  # seconds until the log says why a server cannot be reached, and again
-ANSWER_TIMEOUT = 300  # seconds for a server to make its environments
+ANSWER_TIMEOUT = 300  # seconds, at least, to make environments, to reset or to step them
 MAX_NAME = 200  # characters
 MAJORITY_TIMEOUT = 5  # seconds after the first answer in which others count
 
 
 def query_servers(
-    addresses, num_envs, local=None, credentials=None, listening=None, check_fit=None
+    addresses,
+    num_envs,
+    local=None,
+    credentials=None,
+    listening=None,
+    check_fit=None,
+    timeout=ANSWER_TIMEOUT,
 ):
     """Wait for the handshake of environments; return it as a dict.
 
@@ -33,6 +40,7 @@ def query_servers(
       credentials: keyword arguments of libtorchbeast.query_server.
       listening: a Listening, whose environments are asked, too; the log says which are refused.
       check_fit: called with the handshakes of those that dial in; EnvError: they do not fit.
+      timeout: seconds for a server to make its environments.
 
     Raises:
       EnvError: every server answers, none can be used, and nothing can dial in.
@@ -44,7 +52,7 @@ def query_servers(
         while not done.is_set() and (answer is None or isinstance(answer, OSError)):
             try:
                 answer = libtorchbeast.query_server(
-                    address, num_envs, ANSWER_TIMEOUT, CONNECT_TIMEOUT, check=check_handshake,
+                    address, num_envs, timeout, CONNECT_TIMEOUT, check=check_handshake,
                     **credentials or {},
                 )  # fmt: skip
             except EnvError as error:  # of check_handshake
@@ -66,7 +74,7 @@ def query_servers(
 
     def ask_those_that_dial():
         try:
-            answer = listening.listener.query(num_envs, ANSWER_TIMEOUT, check=check_dialed)
+            answer = listening.listener.query(num_envs, timeout, check=check_dialed)
         except BaseException as error:
             answer = error
         answers.put((None, answer))
@@ -85,6 +93,11 @@ def query_servers(
         raise EnvError(f"no environment server can be used: {latest[addresses[0]]}")
     handshake = max(handshakes, key=handshakes.count)  # the first of the most frequent
     return handshake if listening is None else listening.agree_on(handshake)
+
+
+def answer_timeout(flags):
+    """Return the seconds that environments may take to be made, reset or stepped."""
+    return max(ANSWER_TIMEOUT, PATIENCE * flags.stall_timeout_s)
 
 
 def check_handshake(handshake):

@@ -12,7 +12,8 @@ import libtorchbeast
 from beast.errors import EnvError
 from libtorchbeast.access import check_address, split_address
 
-SPARE_FILES = 1024  # descriptors for all else, and for connections of strangers
+STRANGERS = 768  # connections that are none of environments
+SPARE_FILES = 256  # descriptors for all else
 GRACE = 5  # seconds for the log's thread to end
 
 
@@ -46,16 +47,23 @@ def check_listen(flags):
         check_address(flags.listen, is_safe)
     except RuntimeError as error:
         raise ValueError(f"--listen: {error}") from None
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < _num_files(flags):
+    allow_files(f"--max_streams {flags.max_streams}", 2 * flags.max_streams + STRANGERS)
+
+
+def allow_files(what, num_connections):
+    """Raise this process's limit of open files to what so many connections need, and all else.
+
+    Raises:
+      ValueError: the system does not allow it; the message names `what` needs them.
+    """
+    needed, (soft, hard) = num_connections + SPARE_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
         raise ValueError(
-            f"--max_streams {flags.max_streams} may need {_num_files(flags):,} open files, but the "
-            f"limit is {hard:,} (ulimit -Hn): raise it, or take fewer"
+            f"{what} may need {needed:,} open files, but the limit is {hard:,} (ulimit -Hn): "
+            "raise it, or take fewer"
         )
-
-
-def _num_files(flags):
-    return 2 * flags.max_streams + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def own_address(flags, local_rank=0):
@@ -78,14 +86,13 @@ def listen(flags, credentials, group=None):
     Raises:
       EnvError: the address cannot be listened at.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _num_files(flags)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     try:
         host, port = own_address(flags, 0 if group is None else group.local_rank)
         family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        port_socket = socket.create_server((host, port), family=family, backlog=1024)
+        is_any = host == "::" and socket.has_dualstack_ipv6()  # of IPv4, too, as servers take it
+        port_socket = socket.create_server(
+            (host, port), family=family, backlog=1024, dualstack_ipv6=is_any
+        )
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise EnvError(f"cannot listen at {flags.listen}: {reason}") from None

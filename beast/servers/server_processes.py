@@ -22,8 +22,10 @@ from beast.errors import format_cause
 from beast.processes.lifetime import (
     HANDLED_SIGNALS,
     STOP_SIGNALS,
+    default_signals_in_forks,
     exit_now,
     exit_with_parent,
+    lead_group,
     start_logging,
 )
 from beast.processes.supervisor import Supervisor
@@ -74,13 +76,15 @@ def server_main(run_server, flags, address, seed, pipe, busy_since):
     def end():
         for its_address in served:
             remove_socket(its_address)
-        exit_now()
+        exit_now()  # with what environments have started, which must not keep the port
 
     def record_alive():
         busy_since[-1] = time.monotonic() + 1  # called once a second, which is no silence
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what to do
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    default_signals_in_forks()
+    lead_group(signal.SIGCONT)
     print_stacks_on_signal()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     exit_with_parent(end=end, while_alive=record_alive)

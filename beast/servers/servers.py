@@ -26,8 +26,8 @@ from beast.servers.addresses import (
     consecutive_addresses,
     expand_addresses,
 )
-from beast.servers.handshakes import query_servers
-from beast.servers.listening import check_listen, listen
+from beast.servers.handshakes import answer_timeout, query_servers
+from beast.servers.listening import allow_files, check_listen, listen
 from beast.servers.server_processes import GRACE, PAUSES
 from libtorchbeast.access import is_local
 
@@ -91,7 +91,9 @@ class Servers:
                 except FlagError as error:
                     raise EnvError(f"an environment that does not fit: {error}") from None
 
-            handshake = query_servers(addresses, num_envs, local, credentials, listening, check_fit)
+            handshake = query_servers(
+                addresses, num_envs, local, credentials, listening, check_fit, answer_timeout(flags)
+            )
         self.num_envs = flags.envs_per_stream or handshake["num_envs"]
         self.env = handshake["env"] or None
         self.spaces = handshake["spaces"]
@@ -169,6 +171,8 @@ def _check_flags(flags):
                 f"--num_actors {flags.num_actors} are streams to servers, but with --listen alone "
                 "there are none: leave it out"
             )
+    num_streams = flags.num_actors or num_addresses
+    allow_files(f"{num_streams:,} streams to servers (--num_actors)", num_streams)
     if (flags.num_actors or num_addresses) < num_addresses:
         raise ValueError(
             f"--num_actors is {flags.num_actors}, but there are {num_addresses} servers, each of "
@@ -241,7 +245,7 @@ class LocalServers:
         try:
             self.process.wait(GRACE + 2)
         except subprocess.TimeoutExpired:
-            self._kill_all()
+            self.process.kill()  # its servers end with it
             self.process.wait()
         self._folder.cleanup()
 
@@ -249,11 +253,6 @@ class LocalServers:
         # In a process group of its own, since a Ctrl-C is for the learner, which still needs them.
         self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, process_group=0)
         logging.info("Starting environment servers (%s): %d", self._command[1], len(self.addresses))
-
-    def _kill_all(self):
-        """Kill the main process and its children, which would end by themselves, if not stopped."""
-        with contextlib.suppress(OSError):
-            os.killpg(self.process.pid, signal.SIGKILL)
 
     def check(self):
         """Restart the servers if they were killed; return False if they ended by themselves."""
@@ -263,7 +262,6 @@ class LocalServers:
             logging.error("The environment servers' main process was killed by %s", how)
             self.process.stdin.close()
             time.sleep(PAUSES[0])  # in which its children notice, and remove sockets and folder
-            self._kill_all()
             try:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(self._folder.name, 0o700)

@@ -11,7 +11,7 @@ from beast.learners.devices import DeviceCopies
 from beast.learners.learner import Batch
 from beast.learners.learner_group import SEEDS_A_RANK
 from beast.runs.diagnostics import mean, show
-from beast.servers.handshakes import ANSWER_TIMEOUT, CONNECT_TIMEOUT
+from beast.servers.handshakes import CONNECT_TIMEOUT, answer_timeout
 from libtorchbeast.access import Throttle
 
 CHECK_INTERVAL = 5  # seconds between two looks at the servers
@@ -74,7 +74,7 @@ class Streams:
             listener=servers.listening and servers.listening.listener,
             listener_seed=f"{flags.seed},{flags.rank},{first_step}",
             connect_timeout_s=CONNECT_TIMEOUT,
-            step_timeout_s=ANSWER_TIMEOUT,
+            step_timeout_s=answer_timeout(flags),
             **servers.credentials,
         )
         self._lock = threading.Lock()  # guards all attributes below

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments by their ids: which parts are observed, masks of `info`, and what is refused."""
 
+import sys
 import types
 
 import gymnasium as gym
@@ -122,6 +123,14 @@ def test_a_game_by_another_name_is_not_played_unprocessed(env_id, known):
     assert not gym_envs.is_game(env_id)
     with pytest.raises(FlagError, match=f"is ale-py's {known}: give --env {known}"):
         gym_envs.create(flags)
+
+
+def test_only_games_of_atari_need_ale_py(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ale_py", None)
+    assert not gym_envs.is_game("CartPole-v1")
+    for env_id in ("PongNoFrameskip-v4", "ALE/Pong-v5"):
+        with pytest.raises(FlagError, match=f"{env_id} needs a package: pip install ale-py"):
+            gym_envs.is_game(env_id)
 
 
 @pytest.mark.parametrize(("space", "program"), [(BOX, "sac.py"), (MultiDiscrete([2]), "ppo.py")])

@@ -128,16 +128,19 @@ class Old(Catch):
 
 
 class Parent(Catch):
-    """Catch that has started a process, one in each server, which is to end with it."""
-
-    child = None
+    """Catch that has forked a process, which is to end with it."""
 
     def __init__(self):
         super().__init__()
-        if Parent.child is None:
-            spawn = multiprocessing.get_context("spawn")
-            Parent.child = spawn.Process(target=time.sleep, args=(3600,), daemon=True)
-            Parent.child.start()
+        fork = multiprocessing.get_context("fork")
+        self.child = fork.Process(target=time.sleep, args=(3600,), daemon=True)
+        self.child.start()
+
+    def close(self):
+        self.child.terminate()
+        self.child.join(30)
+        if self.child.is_alive():
+            raise RuntimeError("the child does not end")
 
 
 class Mixed(gym.Wrapper):

@@ -28,7 +28,8 @@ PolyNet = polybeast.Net
 polybeast.Net, polybeast.create_env = Net, catch_env.create_env
 polybeast.ENV_SCRIPT = catch_env.__file__
 handshakes.CONNECT_TIMEOUT = streams.CONNECT_TIMEOUT = 5
-streams.ANSWER_TIMEOUT = float(os.environ.get("ANSWER_TIMEOUT", handshakes.ANSWER_TIMEOUT))
+if "ANSWER_TIMEOUT" in os.environ:
+    handshakes.ANSWER_TIMEOUT, handshakes.PATIENCE = float(os.environ["ANSWER_TIMEOUT"]), 0
 streams.CHECK_INTERVAL = 0.5
 
 if __name__ == "__main__":

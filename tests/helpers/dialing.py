@@ -16,8 +16,8 @@ from libtorchbeast.dialer import METHOD
 class Port:
     """A port with its Listener."""
 
-    def __init__(self, max_streams=16, **options):
-        self._socket = socket.create_server(("127.0.0.1", 0))
+    def __init__(self, max_streams=16, port=0, **options):
+        self._socket = socket.create_server(("127.0.0.1", port))
         self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
         self.listener = Listener(self._socket.fileno(), max_streams, **options)
 

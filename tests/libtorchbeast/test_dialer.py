@@ -17,7 +17,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from counting import make_first, make_step
+from counting import free_address, make_first, make_step
 from deadline import Thread, run_with_deadline, wait_until
 from dialing import DialerThread, FakeEnvironments, FakeLearner, Port
 from program import HELPERS, ROOT
@@ -268,10 +268,27 @@ def test_pauses_grow_though_streams_play_a_little(start, rig, monkeypatch):
     assert len(seeds) == 3
 
 
+def test_the_first_address_is_tried_every_other_time():
+    tries = dialer.Dialer(counting.Counting, ["a", "b", "c"], 1)
+    assert "".join(map(tries._address, range(8))) == "bcbabcba"
+    assert dialer.Dialer(counting.Counting, ["a"], 5)._address(3) == "a"
+
+
+def test_processes_come_back_to_their_first_address(start, rig, monkeypatch):
+    monkeypatch.setattr(dialer, "PAUSES", (0.01,))
+    home, second, third = free_address("127.0.0.1"), rig(act_zero, ()), rig(act_zero, ())
+    played = start(DialerThread(counting.Counting, home, second.address, third.address))
+    second.take()
+    first = rig(act_zero, (), port_options={"port": int(home.rpartition(":")[2])})
+    second.close()
+    first.take()
+    assert played.accepted == [second.address] and third.pool.count() == 0
+
+
 def test_a_stream_that_says_nothing_any_more_is_cut_off(start, rig):
     learner = rig(act_zero, (), step_timeout_s=0.5)
     silent = start(FakeEnvironments(learner.address, make_first(1), make_step(1)))
-    learner.wait_for_event("hangs: it took too long")
+    learner.wait_for_event("hangs: it took more than 0.5 s")
     assert silent.refusal()[0] == grpc.StatusCode.CANCELLED
 
 
@@ -298,7 +315,7 @@ Dialer(counting.Counting, [{learner.address!r}]).run()
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         learner.take()
         os.kill(process.pid, signal_number)
-        learner.wait_for_event("was lost: the connection or|hangs: it took too long")
+        learner.wait_for_event("was lost: the connection or|hangs: it took more than 1 s")
         process.kill()
     wait_until(lambda: learner.pool.num_connected() == 0)
     start(DialerThread(counting.OldCounting, learner.address))

@@ -4,6 +4,8 @@
 import json
 import logging
 import re
+import resource
+import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +26,7 @@ import polybeast
 import polybeast_env
 from beast.envs.spaces import check_discrete
 from beast.errors import EnvError, FlagError
-from beast.servers import handshakes, server_processes, servers
+from beast.servers import handshakes, listening, server_processes, servers
 from libtorchbeast.spaces import spaces_to_json
 
 
@@ -238,3 +240,24 @@ def test_local_servers_get_the_learners_flags_but_no_secret(monkeypatch):
     assert served.pop("auth_token_file") is None and not served.pop("insecure")
     assert served.pop("learner") is None and served.pop("program") == "polybeast_env.py"
     assert len(served) > 12 and served == {name: getattr(flags, name) for name in served}
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_all_addresses_are_those_of_both_protocols():
+    flags = SimpleNamespace(listen="[::]:0", max_streams=4)
+    with listening.listen(flags, {}) as port:
+        number = int(port.address.rpartition(":")[2])
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, number), timeout=10).close()
+
+
+def test_many_streams_raise_the_limit_of_open_files(monkeypatch):
+    raised = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    listening.allow_files("700 streams", 700)
+    assert raised == []
+    listening.allow_files("3000 streams", 3000)
+    assert raised == [(3256, 4096)]
+    with pytest.raises(ValueError, match="4000 streams may need 4,256 open files, .* is 4,096"):
+        listening.allow_files("4000 streams", 4000)
