@@ -117,7 +117,7 @@ def describe_flags(groups):
     names = dict.fromkeys(name for members in flags for run in members for name in run)
     lines = []
     for name in (name for name in names if name not in NOT_SETTINGS):
-        values = [", ".join(dict.fromkeys(str(run.get(name, "-")) for run in m)) for m in flags]
+        values = [", ".join(sorted({str(run.get(name, "-")) for run in m})) for m in flags]
         if len(set(values)) > 1:
             of_each = (f"{value} ({label})" for label, value in zip(groups, values, strict=True))
             lines.append(f"--{name}: {'; '.join(of_each)}")

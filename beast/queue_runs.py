@@ -22,6 +22,7 @@ import fcntl
 import itertools
 import json
 import logging
+import math
 import os
 import pathlib
 import re
@@ -156,20 +157,17 @@ class QueuedRun:
         """What the queue does with the run next."""
         if value_of("mode", self.command) not in (None, "train"):
             return "start"
-        has_ended, can_resume = self.meta.get("status") == "ended", self._can_resume
-        if has_ended and (self.is_the_same or not can_resume):
+        can_resume = (self.folder / CHECKPOINT).exists()
+        if self.meta.get("status") == "ended" and not (can_resume and self._asks_for_more()):
             return "skip"
         return "resume" if can_resume else "start"
 
-    @property
-    def _can_resume(self):
-        return (self.folder / CHECKPOINT).exists()
-
-    @property
-    def is_the_same(self):
-        """Whether it was started by these flags before: others may have it make more steps."""
-        flags = self.meta.get("command", [])[1:]
-        return self.command[len(self.command) - len(flags) :] == flags
+    def _asks_for_more(self):
+        asked, made = value_of("total_steps", self.command), self.meta.get("flags", {})
+        try:
+            return float(asked or 0) > made.get("total_steps", math.inf)
+        except ValueError:  # the program refuses it
+            return True
 
     def start(self, slot):
         def prepare():  # in the new process
@@ -265,8 +263,9 @@ class Queue:
             reason = "another queue uses it" if isinstance(error, BlockingIOError) else error
             raise FlagError(f"cannot use --savedir {runs[0].savedir}: {reason}") from None
         self._rows = {row.get("xpid"): row for row in csv.DictReader(lines)}  # of earlier queues
-        for row in self._rows.values():  # their queue was killed, since it no longer has the lock
-            row["status"] = {"running": "lost", "waiting": "lost"}.get(row["status"], row["status"])
+        for row in self._rows.values():
+            if row["status"] == "running":  # its queue was killed, since it no longer has the lock
+                row["status"] = "lost"
         self._rows |= {run.xpid: {"xpid": run.xpid, "status": "waiting"} for run in runs}
 
     def work(self):
@@ -294,8 +293,7 @@ class Queue:
         action, meta = run.action, run.meta
         if action == "skip":
             times = {"start": meta.get("start"), "end": meta.get("end")}
-            text = "skipped: it has ended before" + ", by other flags" * (not run.is_the_same)
-            return self._report(run, text, status="skipped", **times)
+            return self._report(run, "skipped: it has ended before", status="skipped", **times)
         try:
             run.start(self._free[0])
         except (OSError, subprocess.SubprocessError) as error:

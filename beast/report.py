@@ -94,21 +94,20 @@ def name_game(run):
 
 
 def choose_returns(runs):
-    """Give all runs a column "returns", some of which may be nan: of whole games, if all have it.
+    """Give all runs a column "returns", some of which may be nan; return its name in the logs.
 
-    Else two things would be compared.
+    It is that of whole games where any run has one: lives are not to be compared with games.
     """
 
-    def has(run, name):
-        return name in run.columns and np.isfinite(run.columns[name]).any()
+    def have(name):
+        return [run for run in runs if np.isfinite(run.columns.get(name, np.nan)).any()]
 
-    name = next((n for n in RETURNS if all(has(run, n) for run in runs)), None)
-    if name is None:
-        first = next(iter(RETURNS))
-        paths = ", ".join(str(run.path) for run in runs if not has(run, first))
-        raise PlotError(f"{paths}: no {first} yet: leave it out")
+    name = next(filter(have, RETURNS), next(iter(RETURNS)))
+    if others := [str(run.path) for run in runs if run not in have(name)]:
+        raise PlotError(f"{', '.join(others)}: no {name} yet: leave out, or wait")
     for run in runs:
         run.columns["returns"] = run.columns[name]
+    return name
 
 
 def describe_mixtures(groups):
@@ -289,7 +288,7 @@ def main(argv=None):
     notes = []
     runs = [read_run(argument, notes) for argument in flags.runs]
     runs = list({(run.label, run.path.resolve()): run for run in runs}.values())  # `latest`, say
-    choose_returns(runs)
+    notes.append(f"Scores are of {choose_returns(runs)}")
     ends = {run.columns["steps"][-1]: run.path for run in runs}
     if flags.steps is None and (end := min(ends)) < 0.9 * max(ends):
         notes.append(f"{ends[end]} ends at {end:,.0f} steps, others later: compare by --steps")
@@ -297,7 +296,8 @@ def main(argv=None):
     if "" in labels and len(labels) > 1:
         raise PlotError("some runs have a label and some have none: write LABEL=RUN for all")
     groups = group(runs) if "" not in labels else {"runs": runs}
-    notes += [*describe_flags(groups), *describe_mixtures(groups)]
+    notes += [line for line in describe_flags(groups) if not line.startswith("--env:")]
+    notes += describe_mixtures(groups)
     games, scores = tabulate(groups, flags.steps)
     references = read_references(flags.scores)
 

@@ -11,6 +11,7 @@ import functools
 import logging
 import queue
 import random
+import time
 import traceback
 
 import grpc
@@ -21,6 +22,7 @@ from libtorchbeast.session import PROTOCOL_VERSION, Session
 
 PAUSES = (0.2, 1, 2, 4, 8)  # seconds before another attempt, by the number of failures in a row
 ENOUGH_ACTIONS = 200  # of a stream, after which the pauses are short again
+SLOW = 60  # seconds of making environments, after which the log says that nobody has waited
 LOG_INTERVAL = 10  # seconds between two lines about a learner that is waited for
 METHOD = "/rpcenv.RPCLearner/StreamingLearner"
 
@@ -42,8 +44,7 @@ _TEXTS = {
     grpc.StatusCode.UNIMPLEMENTED: "the learner at {} is of a version that environments cannot "
     "dial in to: update it ({})",
     grpc.StatusCode.UNAVAILABLE: "the learner at {} cannot be reached, or has gone: {}",
-    grpc.StatusCode.CANCELLED: "the learner at {} has ended, or the environments took longer than "
-    "it waits (its --stall_timeout_s)",
+    grpc.StatusCode.CANCELLED: "the learner at {} has ended, or this stream hangs",
 }
 # What another attempt would not change.
 _FINAL = (
@@ -156,7 +157,7 @@ class _Stream:
     def __init__(self, dialer, address, started):
         self._dialer, self._address, self._started = dialer, address, started
         self.num_actions, self.is_refused, self.is_in_order = 0, False, False
-        self._is_ready = False  # whether the environments are made
+        self._seconds = 0.0  # that it took to make the environments
         self._error = None
         self._calls = queue.SimpleQueue()  # the call, once there is one
 
@@ -176,8 +177,14 @@ class _Stream:
                     logging.info("Waiting for the learner at %s", self._address)
         if dialer.num_failures() > num_failures:
             self._error = "the environments failed"
-        elif call.code() == grpc.StatusCode.CANCELLED and self._is_ready and not self.num_actions:
-            pass  # it asked others, too, and needs one answer; if it has ended, a next try tells
+        elif call.code() == grpc.StatusCode.CANCELLED and self.num_actions == 0:
+            # It asked others, too, and needs one answer; if it has ended, a next try tells.
+            if self._seconds > SLOW:
+                logging.warning(
+                    "The learner at %s did not wait for the environments, which took %.0f s: it "
+                    "has ended, others were faster, or its --stall_timeout_s is too short",
+                    self._address, self._seconds,
+                )  # fmt: skip
         elif self._error is None and call.code() != grpc.StatusCode.OK:
             self.is_refused, self.is_in_order = call.code() in _FINAL, call.code() in _IN_ORDER
             text = _TEXTS.get(call.code(), "the learner at {} says: {}")
@@ -201,9 +208,12 @@ class _Stream:
                 options = wire.read_stream_options(dict(hello.options))
                 steps = self._dialer.play(options, self._count(call), self._address)
                 with contextlib.closing(steps):
-                    for step in steps:
-                        self._is_ready = True
+                    begin = time.monotonic()
+                    step = next(steps, None)
+                    self._seconds = time.monotonic() - begin
+                    if step is not None:
                         yield step
+                    yield from steps
             next(call, None)  # so that the last Step arrives before the connection is closed
         except grpc.RpcError:  # of which the call has the status
             pass

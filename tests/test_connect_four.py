@@ -198,6 +198,7 @@ def test_old_weights_play_one_side_then_the_other(fork, connect_four):
     player = fork.OldPlayer(flags, copy.deepcopy(new), SharedWeights(old, 4), 0)
     player.draw_weights()
     games = [[] for _ in range(N)]  # of each environment, and of each game who has made its moves
+    played = [[] for _ in range(N)]  # whether an old player took part
     with contextlib.closing(Environments(connect_four.ConnectFour, N, 1)) as environments:
         row = environments.initial()
         inputs = map_nest(lambda a: torch.from_numpy(a).unsqueeze(0), row)
@@ -207,6 +208,7 @@ def test_old_weights_play_one_side_then_the_other(fork, connect_four):
             for i in range(N):
                 if row["done"][i]:
                     games[i].append([])
+                    played[i].append(player.plays[i])
                 number = int(output["baseline"][i])
                 assert number == output["policy_logits"][i].argmax() or (
                     row["frame"]["action_mask"][i, number] == 0
@@ -216,8 +218,9 @@ def test_old_weights_play_one_side_then_the_other(fork, connect_four):
     for i in range(N):
         assert len(games[i]) > 5
         for n, movers in enumerate(games[i]):
-            old_side = (i + n + 1) % 2 if i < N * flags.pool_share else None
+            old_side = (i + n + 1) % 2 if played[i][n] else None
             assert movers == [2 if side % 2 == old_side else 1 for side in range(len(movers))]
+    assert 0.2 < np.mean(np.concatenate(played)) < 0.8
 
 
 def test_weights_are_drawn_from_all_of_the_pool(fork, connect_four):
@@ -256,7 +259,8 @@ def test_an_actor_plays_with_old_weights(fork, connect_four):
     assert ((movers == 1) | (movers == 2)).all()
 
 
-def test_the_learner_adds_weights_to_the_pool(fork, monkeypatch):
+@pytest.mark.parametrize("first_step", [0, 5000])
+def test_the_learner_adds_weights_to_the_pool(fork, monkeypatch, first_step):
     flags = argparse.Namespace(pool_interval=250)
     learner = create_learner(argparse.Namespace(learning_rate=0.5, total_steps=10_000))
     pool, counts = SharedWeights(learner.model, 4), []
@@ -265,7 +269,8 @@ def test_the_learner_adds_weights_to_the_pool(fork, monkeypatch):
         counts.append(pool.version)
         learner.count(100, [], [])
 
-    run = argparse.Namespace(stop=threading.Event(), record=record)
+    run = argparse.Namespace(stop=threading.Event(), record=record, first_step=first_step)
+    learner.count(first_step, [], [])
     monkeypatch.setattr(fork.rollout_buffers, "read_batches", lambda *_: [create_batch()] * 8)
     monkeypatch.setattr(fork, "learn", lambda *_: {})
     replay = argparse.Namespace(mix=lambda batch: batch)

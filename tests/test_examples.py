@@ -3,6 +3,7 @@
 
 import contextlib
 import itertools
+import math
 import re
 import shutil
 import subprocess
@@ -101,6 +102,34 @@ def test_popart_keeps_its_outputs_and_learns_their_scale(apply, load, program):
     for _ in range(400):
         layer.update(*torch.tensor([1e4, 1e8 + 1], dtype=torch.float64), rate=0.1)
     assert layer.std.item() == pytest.approx(1, rel=1e-3)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_deviations_of_the_gaussian_can_grow_again(apply, load, program):
+    module = load(apply(EXAMPLES[f"gaussian_{program}"]), program)
+    net = module.Net(gym.spaces.Box(-1, 1, (3,), np.float32), 2)
+    rows = {"frame": torch.zeros(1, 1, 3), "reward": torch.zeros(1, 1)}
+    rows |= {"done": torch.zeros(1, 1).bool(), "last_action": torch.zeros(1, 1, 2)}
+    for value in (-8.0, -1.0, 3.0):
+        net.log_std.data.fill_(value)
+        log_std = net(rows, ())[0]["policy_logits"][..., 2:]
+        assert (log_std > -1).all()
+        (gradient,) = torch.autograd.grad(log_std.sum(), net.log_std)
+        assert (gradient > 0).all()
+
+
+def test_the_kl_loss_is_finite_where_actions_are_forbidden(apply, load):
+    module = load(apply(EXAMPLES["kl_loss_monobeast"]), "monobeast")
+    flags = module.parser.parse_args([])
+    flags.precision, flags.fp32_devices = "fp32", []
+    net, (rows, outputs, _) = create_net(
+        module.Net, gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Discrete(3)
+    )
+    net.policy.bias.data[2] = outputs["policy_logits"][..., 2] = -math.inf
+    outputs["action"].zero_()
+    loss, metrics = module.compute_loss(flags, net, rows | outputs, ())
+    loss.backward()
+    assert torch.isfinite(metrics["kl_loss"]) and torch.isfinite(net.policy.weight.grad).all()
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -11,6 +11,7 @@ import subprocess
 import catch_env
 import numpy as np
 import pytest
+from deadline import Thread
 from program import HELPERS, Program, run
 from stream import EnvironmentFailed, Stream
 
@@ -114,7 +115,8 @@ def test_each_server_is_a_process_and_restarted_when_killed(tmp_path):
 )
 def test_no_process_and_no_socket_is_left(tmp_path, end, expected):
     address = f"unix:{tmp_path}/socket"
-    arguments = ["--env", "Parent", "--server_address", address, "--end_with_stdin"]
+    arguments = ["--env", "Parent", "--server_address", address]
+    arguments += ["--end_with_stdin"] if expected >= 0 else []
     with Program(CATCH, *arguments, stdin=subprocess.PIPE) as program:
         wait_for_servers(program, f"{address}.0", f"{address}.1")
         assert sorted(os.listdir(tmp_path)) == ["socket.0", "socket.1"]
@@ -145,6 +147,27 @@ def test_what_environments_have_started_ends_with_them(tmp_path):
             os.kill(server, signal.SIGKILL)  # in their hands its port would stay in use
             wait_for_servers(program, address, times=2)
         assert len(started) == 2 and not started & set(program.members())
+
+
+@pytest.mark.whole
+def test_a_learners_server_that_hangs_ends_with_its_program(tmp_path):
+    marker, address = tmp_path / "marker", f"unix:{tmp_path}/socket"
+    arguments = f"--env Failing-hold@{marker} --num_servers 1 --end_with_stdin --server_address"
+    with Program(CATCH, arguments, address, stdin=subprocess.PIPE) as program:
+        wait_for_servers(program, address)
+        with Stream(address, num_envs=1) as stream:
+
+            def play():
+                with pytest.raises(Exception, match="UNAVAILABLE"):
+                    for t in range(100):
+                        stream.step(choose(t, 1))
+
+            player = Thread(play)
+            program.wait_until(marker.exists)
+            program.process.kill()
+            program.end()
+            program.wait_for_members()
+            player.result()
 
 
 @pytest.mark.whole

@@ -214,11 +214,16 @@ def test_a_dry_run_starts_nothing_and_says_what_it_would(capsys, tmp_path, four_
     (tmp_path / "two" / "meta.json").write_text('{"status": "ended"}')
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "model.tar").touch()
-    meta = {"status": "ended", "command": ["ppo.py", "--mode", "train", "--total_steps", "9"]}
-    (tmp_path / "more" / "meta.json").write_text(json.dumps(meta))
+    (tmp_path / "more" / "meta.json").write_text('{"status": "ended", "flags": {"total_steps": 9}}')
     command = f"python ppo.py --savedir {tmp_path} --xpid {{n=one,two,more,new}} --mode"
-    for mode, actions in (("train", "resume skip resume start"), ("test", "start " * 4)):
-        queue_runs.main(["--cores_per_run", "2", "--dry_run", "--", *command.split(), mode])
+    for mode, actions in (
+        ("train", "resume skip skip start"),
+        ("train --total_steps 9", "resume skip skip start"),
+        ("train --total_steps 1e1", "resume skip resume start"),
+        ("test", "start " * 4),
+    ):
+        words = [*command.split(), *mode.split()]
+        queue_runs.main(["--cores_per_run", "2", "--dry_run", "--", *words])
         *slots, one, two, more, new = capsys.readouterr().out.splitlines()
         assert slots == ["slot 0: cores 3,4", "slot 1: cores 6,7"]
         assert [line.split(":")[0] for line in (one, two, more, new)] == actions.split()
@@ -322,7 +327,6 @@ def test_ended_runs_are_skipped_and_others_are_resumed(queue, read, tmp_path):
     for xpid, status in statuses.items():
         (tmp_path / xpid).mkdir()
         meta = {"status": status, "start": "2026-01-02T00:00:00+00:00", "end": None}
-        meta["command"] = ["run.py", "--other", "1"]  # without a checkpoint it cannot go further
         (tmp_path / xpid / "meta.json").write_text(json.dumps(meta))
     (tmp_path / "r2" / "model.tar").touch()
     (tmp_path / "r3" / "model.tar").touch()
@@ -335,7 +339,7 @@ def test_ended_runs_are_skipped_and_others_are_resumed(queue, read, tmp_path):
         status, output = program.end()
     assert status == 0, output
     for line in (
-        "r1 skipped: it has ended before, by other flags",
+        "r1 skipped",
         "r2 resumes in",
         "r3 resumes in",
         "r4 starts in",

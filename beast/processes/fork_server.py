@@ -42,7 +42,7 @@ def start_fork_server():
     modules += [name for name in ("cv2", "envpool") if name in sys.modules]
     context.set_forkserver_preload(modules)
     # Before the server, since we may be killed at any moment after it has made its socket there.
-    _remove_after_death(_make_socket_folder())
+    remove_after_death(_make_socket_folder())
     # It inherits that the signals are blocked, and so outlives a Ctrl-C or SIGTERM that reaches
     # the whole process group: only the main process decides what to do then.
     with signals_blocked():
@@ -167,7 +167,7 @@ def child_main(function, pipe, *args, niceness=10):
 
 
 @functools.cache  # keeps the process, and with it the pipe
-def _remove_after_death(folder):
+def remove_after_death(folder):
     """Have a folder, such as that of the fork server's socket, removed even after SIGKILL."""
     return subprocess.Popen(
         ["sh", "-c", 'read _; rm -rf "$0"', folder], stdin=subprocess.PIPE, process_group=0

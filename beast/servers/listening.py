@@ -47,20 +47,25 @@ def check_listen(flags):
         check_address(flags.listen, is_safe)
     except RuntimeError as error:
         raise ValueError(f"--listen: {error}") from None
-    allow_files(f"--max_streams {flags.max_streams}", 2 * flags.max_streams + STRANGERS)
 
 
-def allow_files(what, num_connections):
-    """Raise this process's limit of open files to what so many connections need, and all else.
+def allow_files(flags, num_streams):
+    """Raise this process's limit of open files to what streams need, and all else.
+
+    Args:
+      num_streams: to servers.
 
     Raises:
-      ValueError: the system does not allow it; the message names `what` needs them.
+      ValueError: the system does not allow it.
     """
-    needed, (soft, hard) = num_connections + SPARE_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_dialed = 2 * flags.max_streams + STRANGERS if flags.listen else 0
+    needed = num_streams + num_dialed + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
+        dialed = f" and --max_streams {flags.max_streams}" if flags.listen else ""
         raise ValueError(
-            f"{what} may need {needed:,} open files, but the limit is {hard:,} (ulimit -Hn): "
-            "raise it, or take fewer"
+            f"{num_streams:,} streams to servers{dialed} may need {needed:,} open files, but the "
+            f"limit is {hard:,} (ulimit -Hn): raise it, or take fewer"
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
@@ -88,8 +93,9 @@ def listen(flags, credentials, group=None):
     """
     try:
         host, port = own_address(flags, 0 if group is None else group.local_rank)
-        family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        is_any = host == "::" and socket.has_dualstack_ipv6()  # of IPv4, too, as servers take it
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # Of IPv4, too, as servers take it.
+        is_any = where[0] == "::" and socket.has_dualstack_ipv6()
         port_socket = socket.create_server(
             (host, port), family=family, backlog=1024, dualstack_ipv6=is_any
         )

@@ -84,7 +84,9 @@ def server_main(run_server, flags, address, seed, pipe, busy_since):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what to do
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     default_signals_in_forks()
-    lead_group(signal.SIGCONT)
+    # A learner's own servers are killed with their program, even if they hang, and the learner
+    # removes their sockets; others have to remove those first.
+    lead_group(signal.SIGKILL if flags.end_with_stdin else signal.SIGCONT)
     print_stacks_on_signal()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     exit_with_parent(end=end, while_alive=record_alive)

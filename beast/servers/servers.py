@@ -19,6 +19,7 @@ import time
 import libtorchbeast
 from beast.envs.spaces import spaces_from_json
 from beast.errors import EnvError, FlagError
+from beast.processes.fork_server import remove_after_death
 from beast.processes.lifetime import socket_folder
 from beast.servers import credentials
 from beast.servers.addresses import (
@@ -171,8 +172,6 @@ def _check_flags(flags):
                 f"--num_actors {flags.num_actors} are streams to servers, but with --listen alone "
                 "there are none: leave it out"
             )
-    num_streams = flags.num_actors or num_addresses
-    allow_files(f"{num_streams:,} streams to servers (--num_actors)", num_streams)
     if (flags.num_actors or num_addresses) < num_addresses:
         raise ValueError(
             f"--num_actors is {flags.num_actors}, but there are {num_addresses} servers, each of "
@@ -188,6 +187,7 @@ def _check_flags(flags):
             f"--envs_per_stream is {flags.envs_per_stream}, but servers step at most "
             f"{libtorchbeast.MAX_ENVS} environments as one batch"
         )
+    allow_files(flags, num_addresses and (flags.num_actors or num_addresses))
 
 
 def own_addresses(flags):
@@ -225,6 +225,7 @@ class LocalServers:
 
     def __init__(self, flags, script):
         self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=socket_folder())
+        remove_after_death(self._folder.name)
         self.addresses = local_addresses(flags, self._folder.name)
         address = flags.pipes_basename or f"unix:{self._folder.name}/server"
         learner_flags = {
@@ -261,7 +262,7 @@ class LocalServers:
             how = signal.Signals(-status).name
             logging.error("The environment servers' main process was killed by %s", how)
             self.process.stdin.close()
-            time.sleep(PAUSES[0])  # in which its children notice, and remove sockets and folder
+            time.sleep(PAUSES[0])  # in which its children end
             try:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(self._folder.name, 0o700)

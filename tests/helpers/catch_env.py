@@ -6,6 +6,7 @@
 As any fork would, it replaces create_env and leaves the rest of polybeast_env.py alone.
 """
 
+import ctypes
 import multiprocessing
 import os
 import pathlib
@@ -93,7 +94,7 @@ class Echo(Counter):
 
 
 class Failing(Catch):
-    """Catch that raises or hangs at step 25, in the process alone that is the first to get there.
+    """Catch that raises, hangs, or holds Python's lock at step 25, in the first process there.
 
     That process makes the file `marker`, and writes its id there.
     """
@@ -107,6 +108,8 @@ class Failing(Catch):
         if self.count == 25 and self._is_first():
             if self.how == "raise":
                 raise ValueError("the game is broken")
+            if self.how == "hold":
+                ctypes.PyDLL(None).sleep(3600)
             time.sleep(3600)
         return super().step(action)
 
@@ -169,7 +172,7 @@ class Mixed(gym.Wrapper):
 
 
 def create_env(flags):
-    """Make Catch, Old, Parent, or Failing-HOW@MARKER, where HOW is raise or hang."""
+    """Make Catch, Old, Parent, or Failing-HOW@MARKER, where HOW is raise, hang or hold."""
     if flags.env.startswith("Failing-"):
         how, _, marker = flags.env.removeprefix("Failing-").partition("@")
         return Failing(how, marker)

@@ -285,6 +285,18 @@ def test_processes_come_back_to_their_first_address(start, rig, monkeypatch):
     assert played.accepted == [second.address] and third.pool.count() == 0
 
 
+def test_environments_say_that_nobody_waited_for_them(start, rig, monkeypatch, caplog):
+    class Slow(counting.Counting):
+        def __init__(self):
+            super().__init__()
+            time.sleep(1.5)
+
+    monkeypatch.setattr(dialer, "SLOW", 1)
+    learner = rig(act_zero, (), step_timeout_s=0.5)
+    start(DialerThread(Slow, learner.address))
+    wait_until(lambda: "did not wait for the environments, which took 2 s: it has" in caplog.text)
+
+
 def test_a_stream_that_says_nothing_any_more_is_cut_off(start, rig):
     learner = rig(act_zero, (), step_timeout_s=0.5)
     silent = start(FakeEnvironments(learner.address, make_first(1), make_step(1)))

@@ -255,9 +255,18 @@ def test_many_streams_raise_the_limit_of_open_files(monkeypatch):
     raised = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
-    listening.allow_files("700 streams", 700)
+    flags = SimpleNamespace(listen=None, max_streams=1000)
+    listening.allow_files(flags, 700)
     assert raised == []
-    listening.allow_files("3000 streams", 3000)
+    listening.allow_files(flags, 3000)
     assert raised == [(3256, 4096)]
-    with pytest.raises(ValueError, match="4000 streams may need 4,256 open files, .* is 4,096"):
-        listening.allow_files("4000 streams", 4000)
+    with pytest.raises(ValueError, match="4,000 streams to servers may need 4,256 open .* 4,096"):
+        listening.allow_files(flags, 4000)
+    flags.listen = "a:1"
+    with pytest.raises(ValueError, match="1,200 .* and --max_streams 1000 may need 4,224 open"):
+        listening.allow_files(flags, 1200)
+
+
+def test_slow_environments_have_as_long_as_a_stall_may_last():
+    for stall, seconds in ((1, 300), (100, 500)):
+        assert handshakes.answer_timeout(SimpleNamespace(stall_timeout_s=stall)) == seconds
