@@ -167,6 +167,7 @@ def draw_suite(name, is_impala):
             kinds = {
                 "with an LSTM": flags.get("use_lstm"),
                 "PolyBeast's deep net": flags.get("model") == "deep",
+                "with --replay_ratio 1": flags.get("replay_ratio"),
                 "PolyBeast on a GPU": run.meta.get("device", "cpu") != "cpu",
             }
             # Runs that differ by their seeds alone share a color.
