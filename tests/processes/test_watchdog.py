@@ -215,7 +215,7 @@ def serve(flags, address, seed, started, stop_signals, busy_since):
 @pytest.mark.whole
 def test_a_stopped_server_is_killed_and_replaced(caplog):
     caplog.set_level(logging.INFO)
-    flags = types.SimpleNamespace(stall_timeout_s=60)  # in which it has to start
+    flags = types.SimpleNamespace(stall_timeout_s=60, end_with_stdin=False)  # to start within
     servers, stop = ServerProcesses(serve, flags, ["unix:/tmp/nowhere"]), []
     supervisor = servers.supervisor
     (child,) = supervisor.children

@@ -223,6 +223,7 @@ def test_flags_that_cannot_be_are_refused_before_anything_starts(arguments, mess
 def test_local_servers_get_the_learners_flags_but_no_secret(monkeypatch):
     start = unittest.mock.Mock(side_effect=InterruptedError)
     monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(servers, "remove_after_death", lambda folder: None)
     arguments = "--env BreakoutNoFrameskip-v4 --seed 7 --num_servers 3 --envs_per_stream 5 --color "
     arguments += "--no_episodic_life --no_fire_reset --no_max_pool --frame_skip 2 --frame_size 0 "
     arguments += "--frame_stack 1 --noop_max 0 --sticky_actions 0.5 --full_action_space "
