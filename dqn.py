@@ -32,7 +32,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import logging
 
 import numpy as np
 import torch
@@ -48,10 +47,9 @@ from beast.envs import gym_envs
 from beast.envs.environments import Environments, create_environments, try_out
 from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
-from beast.learners import devices, nets
+from beast.learners import devices, nets, replay_feed
 from beast.learners.learner import Learner
 from beast.learners.replay import Replay
-from beast.learners.replay_feed import ReplayFeed, to_tensors
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
 from beast.processes import fork_server, machine
@@ -59,7 +57,7 @@ from beast.runs import diagnostics, evaluate, randomness
 from beast.runs.run import Run
 
 # The defaults of flags: Rainbow's, with fewer and smaller batches than rlpyt's for two cores; and
-# with --use_lstm, R2D1's.
+# with --use_lstm R2D1's, with smaller batches and an epsilon of Adam that Pong's gradients need.
 DEFAULTS = {
     "batch_size": (32, 16),
     "unroll_length": (20, 40),
@@ -69,6 +67,7 @@ DEFAULTS = {
     "discounting": (0.99, 0.997),
     "priority_exponent": (0.6, 0.9),
     "importance_exponent": (0.4, 0.6),
+    "epsilon": (1.5e-4, 1e-5),
 }
 TEST_EPSILON = 0.001  # so that no game lasts for ever
 REPLAY_KEYS = ("frame", "reward", "done", "truncated", "terminated", "last_action")
@@ -128,7 +127,7 @@ loss.add_argument("--n_step", type=positive(int),
 loss.add_argument("--num_atoms", type=positive(int), help="Atoms of the return's distribution; "
                   f"1: its mean. {default_of('num_atoms')}")
 loss.add_argument("--value_range", default=10.0, type=positive(float), metavar="V",
-                  help="Atoms are from -V to V.")
+                  help="Atoms are from -V to V; returns beyond are clipped.")
 loss.add_argument("--no_double", action="store_false", dest="double",
                   help="Disable double Q-learning.")
 loss.add_argument("--no_dueling", action="store_false", dest="dueling",
@@ -150,7 +149,8 @@ exploration.add_argument("--epsilon_steps", default=100_000, type=positive(int),
 
 adam = parser.add_argument_group("optimizer (Adam)")
 adam.add_argument("--learning_rate", default=2.5e-4, type=positive(float), help="Learning rate.")
-adam.add_argument("--epsilon", default=1.5e-4, type=positive(float), help="Adam epsilon.")
+adam.add_argument("--epsilon", type=positive(float),
+                  help=f"Adam epsilon. {default_of('epsilon')}")
 adam.add_argument("--grad_norm_clipping", default=10.0, type=positive(float),
                   help="Largest gradient norm of the loss, a mean over the batch.")
 
@@ -434,7 +434,7 @@ def learn(flags, model, target_model, feed, optimizer, num_updates, beta):
     """
     device, results, sample = next(model.parameters()).device, [], None
     for _ in range(num_updates):
-        sample = to_tensors(feed.replay.sample(flags.batch_size, beta), device)
+        sample = replay_feed.to_tensors(feed.replay.sample(flags.batch_size, beta), device)
         total_loss, metrics, priorities = compute_loss(flags, model, target_model, sample)
         optimizer.zero_grad()
         total_loss.backward()
@@ -548,11 +548,8 @@ def learn_from_replay(flags, learner, target_model, batches, feed, run):
                 flags, learner.model, target_model, feed, learner.optimizer, num_updates, beta
             )
             learner.publish()
-            if not diagnostics.is_finite(metrics):  # bad_batch.tar is to have the sample
-                sampled = {f"sample.{name}": nest for name, nest in sample.rows.items()}
-                batch = batch._replace(
-                    cpu_rows=batch.cpu_rows | map_nest(torch.Tensor.cpu, sampled)
-                )
+            if not diagnostics.is_finite(metrics):
+                batch = replay_feed.add_sample(batch, sample)
             run.record(metrics | feed.metrics() | {"steps": steps}, batch, num_updates > 0)
 
 
@@ -600,6 +597,9 @@ def resolve(flags, observation_space, action_space, frames_per_step=1):
             )
     if not flags.use_lstm:
         flags.burn_in, flags.sequence_length = 0, 1
+    elif flags.burn_in + flags.sequence_length == 1:
+        raise FlagError("--sequence_length 1 without a --burn_in is no sequence: give 2 or more")
+    replay_feed.check_learning_starts(flags)
     if flags.value_rescaling and flags.num_atoms > 1:
         raise FlagError("--value_rescaling rescales values, not distributions: add --num_atoms 1")
     flags.num_buffers = None
@@ -636,7 +636,7 @@ def train(flags):
     num_threads = machine.count_cores() if model.observations.images else 1
     learner = Learner(model, optimizer, decay, weights, num_threads)
     rollout_rows = flags.replay_ratio * flags.unroll_length
-    feed = ReplayFeed(
+    feed = replay_feed.ReplayFeed(
         replay, flags.replay_ratio, flags.learning_starts,
         rows_per_update=flags.batch_size * flags.sequence_length,
         slack=rollout_rows * flags.num_actors * flags.envs_per_actor,
@@ -646,11 +646,7 @@ def train(flags):
         target_model = copy.deepcopy(model).to(device)
         buffers["exploration"].fill_(min(1, run.first_step / flags.epsilon_steps))
         buffers["policy_version"].fill_(weights.version)
-        if run.first_step:
-            logging.info(
-                "The replay is filled anew, and the target net is a copy of the net: learning goes "
-                f"on after {flags.learning_starts:,} steps"
-            )
+        replay_feed.announce_refill(flags, run.first_step)
         context = fork_server.start_fork_server()
         actors = Actors(flags, context, act, (buffers, weights), run.first_step)
         with run.threads(on_exit=[actors.close, feed.close]) as threads:

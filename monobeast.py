@@ -355,6 +355,7 @@ def batch_and_learn(flags, learner, actors, buffers, replay, run):
                 learner.group,
             )  # fmt: skip
             learner.publish()
+            replay.store(batch, metrics)
             run.record(metrics, batch)
 
 

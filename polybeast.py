@@ -363,6 +363,7 @@ def batch_and_learn(flags, learner, streams, replay, run):
                 learner.group,
             )  # fmt: skip
             learner.publish()
+            replay.store(batch, metrics)
             run.record(metrics, batch)
 
 

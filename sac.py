@@ -26,7 +26,6 @@ import argparse
 import contextlib
 import copy
 import functools
-import logging
 import math
 
 import gymnasium as gym
@@ -41,10 +40,9 @@ from beast.envs.environments import Environments, try_out
 from beast.envs.parallel import EnvironmentGroups, check_groups
 from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
-from beast.learners import devices, nets
+from beast.learners import devices, nets, replay_feed
 from beast.learners.learner import Learner
 from beast.learners.replay import Replay
-from beast.learners.replay_feed import ReplayFeed, to_tensors
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
 from beast.processes import machine
@@ -110,8 +108,8 @@ loss.add_argument("--target_noise", type=non_negative(float), help="Standard dev
                   f"noise on the target actor's actions. {default_of('target_noise')}")
 loss.add_argument("--num_critics", type=positive(int), help="Critics; targets use the "
                   f"smallest value. {default_of('num_critics')}")
-loss.add_argument("--policy_delay", type=positive(int), help="Critic updates per actor "
-                  f"update. {default_of('policy_delay')}")
+loss.add_argument("--policy_delay", type=positive(int), help="Critic updates per update "
+                  f"of actor and target nets. {default_of('policy_delay')}")
 
 adam = parser.add_argument_group("optimizer (Adam)")
 adam.add_argument("--learning_rate", type=positive(float),
@@ -267,7 +265,7 @@ def compute_critic_loss(flags, model, target_model, x, action, next_x, returns, 
         targets = returns + discounts * next_values
     values = model.critics(x, action)
     loss = 0.5 * (targets - values).square().mean(dim=1).sum()
-    return loss, {"critic_loss": loss.detach(), "mean_value": values.detach().mean()}
+    return loss, {"total_loss": loss.detach(), "mean_value": values.detach().mean()}
 
 
 @devices.compiled
@@ -317,7 +315,6 @@ def learn(flags, model, target_model, sample, optimizers, num_updates):
     with devices.autocast(flags, x.device):
         critic_loss, metrics = compute_critic_loss(flags, model, target_model, x, *arguments)
     parameters = group_parameters(model)
-    metrics["total_loss"] = metrics["critic_loss"]
     metrics["grad_norm"] = step_down(optimizers["critics"], critic_loss, parameters["critics"])
     if (num_updates + 1) % flags.policy_delay == 0:
         with devices.autocast(flags, x.device):
@@ -365,23 +362,29 @@ def play_and_learn(flags, learner, target_model, environments, feed, run):
     """Alternate playing and learning until all steps are made or woken: a thread."""
     devices.use_threads(learner.num_threads, learner.device)
     num_random = flags.learning_starts if run.first_step < flags.learning_starts else 0
-    metrics, model = [], learner.model
+    updates, model, optimizer = [], learner.model, learner.optimizer
     for step, _ in enumerate(run.follow(play(flags, model, environments, feed, num_random))):
         with learner.lock:
             if run.stop.is_set():
                 return
+            is_finite = True
             for _ in range(feed.count_due()):
-                sample = to_tensors(feed.replay.sample(flags.batch_size), learner.device)
-                metrics.append(
-                    learn(flags, model, target_model, sample, learner.optimizer, feed.num_updates)
-                )
+                sample = feed.replay.sample(flags.batch_size)
+                sample = replay_feed.to_tensors(sample, learner.device)
+                update = learn(flags, model, target_model, sample, optimizer, feed.num_updates)
                 feed.count_update()
-            if step % RECORD_STEPS == 0:
+                updates.append(diagnostics.to_floats(update))
+                if not (is_finite := diagnostics.is_finite(updates[-1])):
+                    updates = updates[-1:]
+                    break
+            if step % RECORD_STEPS == 0 or not is_finite:
                 learner.publish()
                 steps, batch = feed.take_batch()
-                update = diagnostics.means([diagnostics.to_floats(m) for m in metrics])
-                run.record(update | feed.metrics() | {"steps": steps}, batch, bool(metrics))
-                metrics = []
+                if not is_finite:
+                    batch = replay_feed.add_sample(batch, sample)
+                metrics = diagnostics.means(updates) | feed.metrics() | {"steps": steps}
+                run.record(metrics, batch, bool(updates))
+                updates = []
 
 
 def create_replay(flags, rows, state):
@@ -420,6 +423,7 @@ def resolve(flags, observation_space, action_space, frames_per_step=1):
                 f"--{name} {value:g} is not for --algorithm {flags.algorithm}: give --{name} "
                 f"{default:g}"
             )
+    replay_feed.check_learning_starts(flags)
     flags.num_groups = 1
     check_groups(flags)
     return flags
@@ -442,15 +446,11 @@ def train(flags):
     num_threads = min(MAX_THREADS, machine.count_cores())
     learner = Learner(model, optimizers, decay, Version(), num_threads)
     ratio = flags.replay_ratio
-    feed = ReplayFeed(replay, ratio, flags.learning_starts, flags.batch_size, slack=0)
+    feed = replay_feed.ReplayFeed(replay, ratio, flags.learning_starts, flags.batch_size, slack=0)
 
     with contextlib.ExitStack() as stack, Run(flags, learner) as run:
         target_model = copy.deepcopy(model)
-        if run.first_step:
-            logging.info(
-                "The replay is filled anew, and the target nets are copies of the nets: learning "
-                f"goes on after {flags.learning_starts:,} steps"
-            )
+        replay_feed.announce_refill(flags, run.first_step)
         # A resumed run must not play the same games again.
         seeds = draw_seeds([flags.seed, 1, run.first_step], flags.num_envs)
         environments = stack.enter_context(contextlib.closing(EnvironmentGroups(

@@ -17,7 +17,7 @@ import dqn
 from beast.errors import FlagError
 from beast.learners import nets
 from beast.learners.replay import Replay
-from beast.learners.replay_feed import ReplayFeed, to_tensors
+from beast.learners.replay_feed import ReplayFeed, announce_refill, to_tensors
 
 BOX, ACTIONS = gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(3)
 SCRIPT = HELPERS / "fast.py"
@@ -358,11 +358,22 @@ def test_waits_for_the_other_side_end_when_closed():
      ("--burn_in 20", ACTIONS, "--burn_in 20 needs --use_lstm: add that, or give --burn_in 40"),
      ("--sequence_length 20", ACTIONS, "--sequence_length 20 needs --use_lstm"),
      ("--use_lstm --value_range 5", ACTIONS, "--value_range 5 needs --num_atoms above 1"),
+     ("--use_lstm --burn_in 0 --sequence_length 1", ACTIONS, "length 1 .* is no sequence"),
+     ("--total_steps 20000", ACTIONS, "starts 20,000 leaves none of --total_steps 20,000"),
      ("", gym.spaces.Box(-1, 1, (2,)), "Discrete actions: ppo.py and, if bounded, sac.py")],
 )  # fmt: skip
 def test_what_does_not_fit_together_is_refused(arguments, actions, message):
     with pytest.raises(FlagError, match=message):
         dqn.resolve(dqn.parser.parse_args(arguments.split()), BOX, actions)
+
+
+def test_a_resumed_run_without_steps_to_learn_from_is_told(caplog):
+    flags = parse("--total_steps 50000")
+    announce_refill(flags, 0)
+    announce_refill(flags, 29_999)
+    assert "No more is learned" not in caplog.text
+    announce_refill(flags, 30_000)
+    assert "No more is learned: 20,000 steps are left" in caplog.text
 
 
 @pytest.mark.whole

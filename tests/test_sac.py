@@ -2,9 +2,12 @@
 """sac.py against the definitions of its parts, and the program from the command line."""
 
 import copy
+import itertools
 import math
 import os
 import signal
+import threading
+import types
 
 import gymnasium as gym
 import numpy as np
@@ -14,9 +17,13 @@ from program import HELPERS, Program, last_step, load, read_rows, run
 from torch import nn
 
 import sac
+from beast.actors.weights import Version
 from beast.errors import FlagError
+from beast.learners.learner import Learner
 from beast.learners.nets import create_net
 from beast.learners.replay import Handle, Sample
+from beast.learners.replay_feed import ReplayFeed
+from beast.nest import map_nest
 
 BOX, ACTIONS = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Box(-1, 1, (2,))
 SCRIPT = HELPERS / "fast.py"
@@ -225,6 +232,46 @@ def train(folder, name, *arguments):
     status, output = run(SCRIPT, "sac", SMALL, *arguments, "--xpid", name, "--savedir", folder)
     assert status == 0, output
     return read_rows(folder / name), load(folder / name / "model.tar")["model_state_dict"]
+
+
+def test_updates_that_are_not_finite_are_counted_one_by_one(monkeypatch):
+    flags = parse("--batch_size 8 --learning_starts 0")
+    model, target = create_nets(flags)
+    learner = Learner(model, sac.create_optimizers(flags, model)[0], lambda step: 1, Version())
+    records, numbers = [], itertools.count()
+
+    class Feed(ReplayFeed):
+        def count_due(self):
+            return 4
+
+    class Drawn:
+        def sample(self, batch_size):
+            sample, number = make_sample(), next(numbers)
+            if number in (5, 42):
+                sample.returns[0, 0] = torch.nan
+            fields = map_nest(lambda x: x.numpy(), sample._replace(handle=())._asdict())
+            return sample._replace(**fields)
+
+        def __len__(self):
+            return 8
+
+    class FakeRun(types.SimpleNamespace):
+        def record(self, metrics, batch, is_update):
+            records.append((math.isfinite(metrics["total_loss"]), set(batch.cpu_rows)))
+
+    monkeypatch.setattr(sac, "play", lambda *args: range(2 * sac.RECORD_STEPS + 1))
+    run = FakeRun(first_step=0, stop=threading.Event(), follow=iter)
+    feed = Feed(Drawn(), ratio=32.0, learning_starts=0, rows_per_update=8, slack=0)
+    sac.play_and_learn(flags, learner, target, None, feed, run)
+    # After the updates of steps 0, 1 and 10, in which an update was skipped, and every 20 steps.
+    assert [finite for finite, _ in records] == [True, False, False, True, True]
+    assert ["sample.frame" in names for _, names in records] == [False, True, True, False, False]
+
+
+def test_a_run_that_would_end_before_its_first_update_is_refused():
+    with pytest.raises(FlagError, match="--learning_starts 10,000 leaves none of .* 10,000"):
+        parse("--total_steps 10000")
+    parse("--total_steps 10001")
 
 
 @pytest.mark.long

@@ -9,8 +9,6 @@
 dqn.py   n_step=3, stack_size=4, alpha=0.6, initial_priority=...; sequences: agent states,
          sequence_length = burn-in + length trained
 sac.py   unroll_length=1, no agent state, and all else by default: vectors, continuous actions
-IMPALA   sequence_length=unroll_length: sample.rows [T + 1, B] and sample.agent_state are a batch of
-         old rollouts with their behavior policies, for compute_loss as it is
 
 Shapes: T unroll length, B batch, L sequence length, R rows of a sample, K frames in a stack.
 libtorchbeast/rows.py says what a row holds. Each environment (a column) has a ring of places and

@@ -6,11 +6,13 @@ The replay ratio is the number of rows learned from for each agent step. Where p
 learning is faster, `batches` holds the learner back.
 """
 
+import logging
 import threading
 
 import numpy as np
 import torch
 
+from beast.errors import FlagError
 from beast.learners.learner import Batch
 from beast.nest import map_nest
 from beast.runs.run import ENDS
@@ -23,6 +25,36 @@ def to_tensors(sample, device):
     fields = map_nest(torch.from_numpy, sample._replace(handle=())._asdict())
     fields = map_nest(lambda x: x.to(device), fields) | {"handle": sample.handle}
     return sample._replace(**fields)
+
+
+def check_learning_starts(flags):
+    """Raise a FlagError where a run would end before its first update."""
+    if flags.learning_starts >= flags.total_steps:
+        raise FlagError(
+            f"--learning_starts {flags.learning_starts:,} leaves none of --total_steps "
+            f"{flags.total_steps:,} to learn from: give fewer steps before learning, or more in all"
+        )
+
+
+def announce_refill(flags, first_step):
+    """Say what a resumed run, of which the checkpoint has no replay, begins with."""
+    if not first_step:
+        return
+    logging.info(
+        "The replay is filled anew, and target nets are copies of the nets: learning goes on after "
+        f"{flags.learning_starts:,} steps"
+    )
+    if first_step + flags.learning_starts >= flags.total_steps:
+        logging.warning(
+            f"No more is learned: {flags.total_steps - first_step:,} steps are left, and "
+            f"--learning_starts is {flags.learning_starts:,}; lower it, or raise --total_steps"
+        )
+
+
+def add_sample(batch, sample):
+    """Return a Batch with the rows of a Sample of tensors, which bad_batch.tar is to have."""
+    rows = {f"sample.{name}": map_nest(lambda x: x.cpu(), x) for name, x in sample.rows.items()}
+    return batch._replace(cpu_rows=batch.cpu_rows | rows)
 
 
 class ReplayFeed:

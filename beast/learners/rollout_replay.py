@@ -13,6 +13,7 @@ from beast.errors import FlagError
 from beast.nest import map_nest
 from beast.parser import non_negative, positive
 from beast.processes.machine import count_memory
+from beast.runs import diagnostics
 
 
 def add_flags(parser):
@@ -28,6 +29,8 @@ def add_flags(parser):
 
 class RolloutReplay:
     """The newest rollouts of this learner.
+
+    Those that make an update not finite are left out: they would come back in many others.
 
     Args:
       flags: replay_ratio, replay_rollouts, batch_size, seed, rank.
@@ -60,32 +63,33 @@ class RolloutReplay:
         self._stored, self._num_stored = None, 0  # a nest of tensors [capacity, ...]
 
     def mix(self, batch):
-        """Return a Batch with old rollouts behind the new ones, which are then stored.
+        """Return a Batch with old rollouts behind the new ones.
 
         Of its fields rows and agent_state have both, and the others the new ones alone. As long as
         there are fewer old rollouts than a batch takes, there are none.
         """
         if self._count == 0:
             return batch
-        state = map_nest(lambda x: x.cpu().movedim(1, 0), batch.agent_state)
-        new = map_nest(lambda x: x.movedim(1, 0), batch.cpu_rows), state
-        mixed = batch
         size = min(self._num_stored, self._capacity)
-        if size >= self._count:
-            indices = torch.randperm(size, generator=self._random)[: self._count]
-            rows, state = map_nest(lambda x: x[indices].movedim(0, 1), self._stored)
-            mixed = batch._replace(
-                rows=map_nest(_join, batch.rows, rows),
-                agent_state=map_nest(_join, batch.agent_state, state),
-            )
-        self._store(new)
-        return mixed
+        if size < self._count:
+            return batch
+        indices = torch.randperm(size, generator=self._random)[: self._count]
+        rows, state = map_nest(lambda x: x[indices].movedim(0, 1), self._stored)
+        return batch._replace(
+            rows=map_nest(_join, batch.rows, rows),
+            agent_state=map_nest(_join, batch.agent_state, state),
+        )
 
-    def _store(self, new):
+    def store(self, batch, metrics):
+        """Store the new rollouts of a Batch, unless its update was not finite."""
+        if self._count == 0 or not diagnostics.is_finite(metrics):
+            return
+        n = batch.cpu_rows["done"].shape[1]  # behind them agent_state may have old ones
+        state = map_nest(lambda x: x[:, :n].cpu().movedim(1, 0), batch.agent_state)
+        new = map_nest(lambda x: x.movedim(1, 0), batch.cpu_rows), state
         if self._stored is None:
             self._check_memory(new)
             self._stored = map_nest(lambda x: x.new_empty(self._capacity, *x.shape[1:]), new)
-        n = len(new[0]["done"])
         places = [(self._num_stored + i) % self._capacity for i in range(n)]
         map_nest(lambda stored, x: _put(stored, places, x), self._stored, new)
         self._num_stored += n

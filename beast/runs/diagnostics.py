@@ -75,7 +75,7 @@ class Check(NamedTuple):
 
 FRESHER = (
     "lower --policy_clipping or --learning_rate; in ppo.py also --num_epochs; elsewhere raise "
-    "--batch_size, or have fewer environments"
+    "--batch_size, have fewer environments, or lower --replay_ratio"
 )
 CHECKS = (
     Check(

@@ -60,7 +60,8 @@ class Run:
         self.exit_status = 0
         self._signals = StopSignals(self._announce_stop)
         self._system = None
-        self._updates = []  # metrics of those since the last tick; the learner's lock guards them
+        # Metrics since the last tick, and how many are of updates; the learner's lock guards them.
+        self._updates, self._num_updates = [], 0
         self._lags = []  # of the rollouts since the last tick, in updates; likewise
         self._diagnostics = diagnostics.Diagnostics()
         self._learner_waits = Stopwatch(getattr(flags, "num_learner_threads", 1))
@@ -232,7 +233,8 @@ class Run:
             self._updates.append({k: v for k, v in update.items() if k != "steps"})
         else:
             self._skip(update, batch)
-        if self._flags.write_profiler_trace:
+        self._num_updates += is_update
+        if self._flags.write_profiler_trace and is_update:
             self._profiler.count_update()
         if self._group.exchange.has_to_stop and not self._signals.first:
             logging.info("Another learner asks to stop: ending")
@@ -270,7 +272,7 @@ class Run:
         learner, system = self._learner, self._system
         with learner.lock:
             step, stats = learner.step, learner.stats
-            updates, num_updates = diagnostics.means(self._updates), len(self._updates)
+            updates, num_updates = diagnostics.means(self._updates), self._num_updates
             latest = {
                 "mean_episode_return": diagnostics.mean(stats["episode_returns"]),
                 "mean_game_return": diagnostics.mean(stats["game_returns"]),
@@ -280,7 +282,7 @@ class Run:
                 "policy_lag_max": max(self._lags, default=None),
             }
             latest["skipped_updates"] = stats["skipped_updates"]
-            self._updates, self._lags = [], []
+            self._updates, self._num_updates, self._lags = [], 0, []
         waits = {"learner_wait": self._learner_waits.seconds()} | (system.waits() if system else {})
         fractions = self._wait_fractions(**waits)
         latest |= fractions | self._energy.metrics()

@@ -47,6 +47,7 @@ def test_old_rollouts_stand_whole_behind_the_new_ones():
             assert len(set(old.tolist())) == 6 and old.max() < 10 * number
             assert old.min() >= 10 * (number - 3)  # of the newest ten
             seen |= {10 * number - value for value in old.tolist()}
+        replay.store(mixed, {"total_loss": 1.0})
         map_nest(lambda x: x.zero_(), (batch.rows, batch.agent_state))  # as the next one does
     assert len(seen) == 10 or seen >= {10.0, 9.0, 8.0, 7.0, 20.0, 19.0, 18.0, 17.0}
 
@@ -59,6 +60,7 @@ def test_frames_of_all_types_are_stored(kind):
         batch = make_batch(number)
         batch.rows["frame"] = batch.rows["frame"].to(dtype)
         mixed = replay.mix(batch)
+        replay.store(mixed, {})
     frame, more = mixed.rows["frame"], mixed.rows["more"][0]
     assert frame.dtype == dtype and frame.shape[1] == 2 * B
     assert (frame.numpy() == more.to(dtype).numpy()).all()
@@ -66,7 +68,17 @@ def test_frames_of_all_types_are_stored(kind):
 
 def test_a_ratio_of_zero_changes_nothing():
     replay, batch = RolloutReplay(make_flags(0.0)), make_batch(0)
-    assert all(replay.mix(batch) is batch for _ in range(5))
+    for _ in range(5):
+        assert replay.mix(batch) is batch
+        replay.store(batch, {})
+
+
+def test_rollouts_of_an_update_that_is_not_finite_do_not_come_back():
+    replay = RolloutReplay(make_flags())
+    for number in range(10):
+        replay.store(make_batch(number), {"total_loss": float("nan") if number % 2 else 1.0})
+    old = replay.mix(make_batch(10)).rows["frame"][0, B:]
+    assert set((old // 10).tolist()) <= {4.0, 6.0, 8.0}
 
 
 def test_a_replay_that_is_too_small_or_too_large_is_refused(monkeypatch):
@@ -77,4 +89,4 @@ def test_a_replay_that_is_too_small_or_too_large_is_refused(monkeypatch):
     monkeypatch.setattr(rollout_replay, "count_memory", lambda: 2**30)
     replay = RolloutReplay(make_flags(rollouts=2**30))
     with pytest.raises(FlagError, match="take .* GiB, but 1.0 GiB of memory are free: give at"):
-        replay.mix(make_batch(0))
+        replay.store(make_batch(0), {})

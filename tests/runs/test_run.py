@@ -274,6 +274,9 @@ def test_torchrun_does_not_restart_a_stopped_run_on_a_full_disk(small_disk):
 
 def test_a_profiler_trace_is_written(tmp_path):
     with start(tmp_path, f"{CPU_ONLY} --write_profiler_trace --total_steps 100000") as run:
+        for _ in range(100):
+            with run._learner.lock:  # before learning begins
+                run.record({"steps": 1}, create_batch(), is_update=False)
         for _ in range(50):
             update(run._learner)
             record(run)
