@@ -21,6 +21,7 @@ from beast.learners.compiling import check_compiler
 from beast.parser import Parser, folder_name, non_negative, positive
 from beast.processes.lifetime import exit_on_signals, exit_with_parent, socket_folder, start_logging
 from beast.processes.machine import keep_freed_memory
+from beast.processes.watchdog import print_stacks_on_signal
 from beast.runs import checkpoint, evaluate
 from beast.runs.checkpoint import BEST, NEWEST, run_path
 from beast.runs.code_version import compare_code
@@ -264,6 +265,7 @@ def run_program(main):
         keep_freed_memory()
     # Until a run's own handlers are in place: unwind, so that what was started is ended.
     exit_on_signals()
+    print_stacks_on_signal()
     try:
         sys.exit(main())
     except (FlagError, EnvError) as error:

@@ -16,6 +16,7 @@ Needs safetensors, the Hub huggingface_hub, too (pip install safetensors hugging
 import argparse
 import contextlib
 import json
+import logging
 import pathlib
 import shlex
 import shutil
@@ -157,7 +158,8 @@ def play(folder, num_episodes, arguments):
 def read_score(folder):
     """Return statistics of the games that were played before, and the flags of that test.
 
-    Only flags of TEST_FLAGS are taken: others could import modules or write files.
+    Only those of test_flags are taken, since others could import modules or write files; who
+    trusts them gives them again.
     """
     try:
         score = json.loads((folder / SCORE).read_text())
@@ -166,12 +168,14 @@ def read_score(folder):
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise FlagError(f"{folder / SCORE} cannot be read ({error!r})") from None
     try:
-        _, others = test_flags.parse_known_args(arguments)
+        flags, others = test_flags.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        others = [str(error)]
+        raise FlagError(f"{folder / SCORE}: {error}") from None
     if others:
-        raise FlagError(f"{folder / SCORE} has flags that no test needs: {shlex.join(others)}")
-    return result, arguments
+        logging.warning("%s: left out, unless given after --: %s", folder, shlex.join(others))
+    known = {f"--{name}": value for name, value in vars(flags).items() if value is not None}
+    arguments = ["--greedy"] * known.pop("--greedy")
+    return result, arguments + [text for pair in known.items() for text in map(str, pair)]
 
 
 def describe(result):

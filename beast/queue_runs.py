@@ -18,7 +18,6 @@ import collections
 import csv
 import ctypes
 import datetime
-import fcntl
 import itertools
 import json
 import logging
@@ -35,10 +34,11 @@ from typing import NamedTuple
 
 from beast.errors import FlagError
 from beast.parser import folder_name, positive, value_of
-from beast.processes.lifetime import STOP_SIGNALS, start_logging
+from beast.processes.lifetime import STOP_SIGNALS, lock_file, start_logging
 from beast.processes.machine import count_cores
 
-SAVEDIR, CHECKPOINT = "~/logs/torchbeast", "model.tar"  # as in flags.py and checkpoint.py
+# As in flags.py and checkpoint.py.
+SAVEDIR, CHECKPOINT, BEST = "~/logs/torchbeast", "model.tar", "best.tar"
 FIELDS = ("xpid", "slot", "start", "end", "status")  # columns of queue.csv
 INTERVAL = 0.1  # seconds from one look at the processes to the next
 GRACE = 30  # seconds for the processes of a run that outlive its first one
@@ -157,8 +157,9 @@ class QueuedRun:
         """What the queue does with the run next."""
         if value_of("mode", self.command) not in (None, "train"):
             return "start"
-        can_resume = (self.folder / CHECKPOINT).exists()
-        if self.meta.get("status") == "ended" and not (can_resume and self._asks_for_more()):
+        can_resume, status = (self.folder / CHECKPOINT).exists(), str(self.meta.get("status"))
+        is_over = status == "ended" or (status.startswith("ended, but") and BEST in status)
+        if is_over and not (can_resume and self._asks_for_more()):
             return "skip"
         return "resume" if can_resume else "start"
 
@@ -257,7 +258,7 @@ class Queue:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = open(self._path.with_suffix(".lock"), "w")  # noqa: SIM115 - until the end
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._lock)
             lines = self._path.read_text().splitlines() if self._path.exists() else []
         except OSError as error:
             reason = "another queue uses it" if isinstance(error, BlockingIOError) else error
@@ -290,11 +291,11 @@ class Queue:
         return int(not counts.keys() <= {"ended", "skipped"})
 
     def _start(self, run):
-        action, meta = run.action, run.meta
-        if action == "skip":
-            times = {"start": meta.get("start"), "end": meta.get("end")}
-            return self._report(run, "skipped: it has ended before", status="skipped", **times)
         try:
+            action, meta = run.action, run.meta
+            if action == "skip":
+                times = {"start": meta.get("start"), "end": meta.get("end")}
+                return self._report(run, "skipped: it has ended before", status="skipped", **times)
             run.start(self._free[0])
         except (OSError, subprocess.SubprocessError) as error:
             return self._report(run, f"failed: {error}", status="failed", end=_now())

@@ -111,8 +111,12 @@ def choose_returns(runs):
 
 
 def describe_mixtures(groups):
-    """Return a line for each setting in which runs of one agent differ."""
-    lines = []
+    """Return a line for each setting in which runs of one agent, or ids of one game, differ."""
+    envs = {}
+    for run in itertools.chain(*groups.values()):
+        env = str(run.meta.get("flags", {}).get("env"))
+        envs.setdefault(name_game(run), {})[env] = None
+    lines = [f"{game} is of {', '.join(ids)}" for game, ids in envs.items() if len(ids) > 1]
     for label, runs in groups.items():
         names = dict.fromkeys(name for run in runs for name in run.settings if name != "env")
         for name in names:

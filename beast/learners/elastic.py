@@ -49,7 +49,10 @@ SUM_TIMEOUT = 5  # seconds for one sum, or one connection; several may follow ea
 JOIN_TIMEOUT = TIMEOUT
 LIGHTHOUSE_OPTIONS = f"--min_replicas 1 --join_timeout_ms {1000 * JOIN_TIMEOUT}"
 QUORUM_TIMEOUT = JOIN_TIMEOUT + 5  # seconds for an answer of the lighthouse
-MAX_FAILURES = 20  # consecutive failed exchanges after which a learner ends
+# Consecutive failed exchanges after which a learner ends; a newcomer, which the others may be unable
+# to reach, before it ends them.
+MAX_FAILURES, NEWCOMERS_FAILURES = 20, 5
+HEAL_TIMEOUT = 300  # seconds in which a newcomer must have fetched the weights of another learner
 # Flags about a machine, in which learners of one policy may differ.
 OWN_FLAGS = (
     "env", "savedir", "seed", "rank", "num_actors", "num_servers", "server_addresses",
@@ -143,7 +146,7 @@ class ElasticGroup:
         self.exchange, self.starvation = Exchange(), Starvation()
         # What all learners must have in common, by name: of this one, and of one that takes part.
         self._facts, self._facts_of_others = {}, {}
-        self._manager = None
+        self._manager, self._has_committed = None, False
 
     def from_rank_0(self, function):
         return function()
@@ -199,7 +202,8 @@ class ElasticGroup:
         """Sum gradients, in place, and metrics over the learners of the next quorum.
 
         Raises:
-          EnvError: the lighthouse does not answer, or MAX_FAILURES exchanges have failed.
+          EnvError: the lighthouse does not answer, too many exchanges have failed, or a newcomer
+            takes too long to fetch the weights.
           FlagError: this learner differs from the others; or see Exchange.
         """
         if self._manager is None:
@@ -208,7 +212,8 @@ class ElasticGroup:
             self.check_same("metrics", self.exchange.layout)
             self._join()
         device = self._learner.device
-        for _ in range(MAX_FAILURES):
+        most = MAX_FAILURES if self._has_committed else NEWCOMERS_FAILURES
+        for _ in range(most):
             if self._start_quorum():
                 metrics = {}  # the batch's gradient is of the old weights
                 self.exchange.forget_returns()
@@ -217,7 +222,8 @@ class ElasticGroup:
                     parameter.grad = None
             tensor = self.exchange.pack(model, metrics, self.rank, self.size).cpu()
             self._manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM).wait()
-            if self._manager.should_commit():
+            if self._commit():
+                self._has_committed = True
                 return self.exchange.unpack(model, tensor.to(device), self.size)
             if self._is_stopping:  # the batch is dropped
                 for parameter in model.parameters():
@@ -225,14 +231,24 @@ class ElasticGroup:
                 self.exchange.num_batches = 0
                 return {"steps": 0}
         raise EnvError(
-            f"{MAX_FAILURES} exchanges with other learners in a row have failed: can the machines "
+            f"{most} exchanges with other learners in a row have failed: can the machines "
             "reach each other by their host names, on all ports?"
         )
+
+    def _commit(self):
+        try:
+            return self._manager.should_commit()
+        except TimeoutError:  # this learner is the source of a newcomer's weights
+            raise EnvError(
+                f"another learner has not fetched the weights within {HEAL_TIMEOUT} s: is its "
+                "network that slow, or was it stopped?"
+            ) from None
 
     def _join(self):
         """Join the others. From here on they wait for this learner, so it must have a batch."""
         os.environ.setdefault("RUST_LOG", "error")
         from torchft import Manager, ProcessGroupGloo  # imported here, since few users have it
+        from torchft.checkpointing import HTTPTransport
 
         # What they log is either not an error here, or logged here.
         for name in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors"):
@@ -241,6 +257,7 @@ class ElasticGroup:
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         timeout, host = datetime.timedelta(seconds=TIMEOUT), socket.gethostname()
         sum_timeout = datetime.timedelta(seconds=SUM_TIMEOUT)
+        heal_timeout = datetime.timedelta(seconds=HEAL_TIMEOUT)
         try:
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
             self._store.set("facts", json.dumps(self._facts))  # for ask_others
@@ -251,6 +268,7 @@ class ElasticGroup:
                 min_replica_size=1,
                 use_async_quorum=False,
                 timeout=timeout,
+                checkpoint_transport=HTTPTransport(heal_timeout, num_chunks=0),
                 quorum_timeout=datetime.timedelta(seconds=QUORUM_TIMEOUT),
                 connect_timeout=sum_timeout,
                 rank=0,

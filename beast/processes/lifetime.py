@@ -5,6 +5,7 @@ No torch here.
 """
 
 import contextlib
+import errno
 import fcntl
 import functools
 import importlib.machinery
@@ -32,6 +33,21 @@ HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)  # a new process needs a momen
 
 def start_logging():
     logging.basicConfig(format=LOG_FORMAT, level=logging.INFO)
+
+
+def lock_file(file):
+    """Lock a file against other processes until it is closed, where the file system knows locks.
+
+    Raises:
+      BlockingIOError: another process has locked it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        folder = os.path.dirname(file.name)
+        logging.warning("%s is on a file system without locks: start nothing else in it", folder)
 
 
 class StopSignals:

@@ -150,7 +150,8 @@ def print_stacks_on_signal(other_processes=list):
         for ident, frame in sys._current_frames().items():
             if ident != threading.get_ident():
                 stack = "".join(traceback.format_stack(frame))
-                os.write(STDERR, f"Thread {ident:#x}:\n{stack}\n".encode())
+                with contextlib.suppress(OSError):  # a full disk, a closed pipe
+                    os.write(STDERR, f"Thread {ident:#x}:\n{stack}\n".encode())
         for pid in other_processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)

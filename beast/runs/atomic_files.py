@@ -81,8 +81,9 @@ class GrowingFile:
         """Replace the content by function(content); return whether that was written."""
         try:
             replace_file(self._path, make_content(self._path.read_bytes()))
+            file = open(self._path, "ab", buffering=0)  # noqa: SIM115
             self._file.close()
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+            self._file = file
         except OSError as error:
             return self._report(error)
         return True
@@ -141,10 +142,12 @@ class CSVFile:
                 lines = self._read(step)
         except (ValueError, csv.Error) as error:
             set_aside(path, f"it is damaged ({type(error).__name__}: {error})")
-        header = self._encode(self._fields, [], header=True)
-        replace_file(path, header + "".join(lines).encode())
-        self._file = GrowingFile(path)
+        self._begin("".join(lines).encode())
         self._tick = len(lines)
+
+    def _begin(self, rows):
+        replace_file(self._path, self._encode(self._fields, [], header=True) + rows)
+        self._file = GrowingFile(self._path)
 
     def _read(self, step):
         """Return the lines of rows up to `step`, and take over the names of the columns."""
@@ -165,6 +168,13 @@ class CSVFile:
         self._fields = fields
         pairs = zip(lines[1:], steps, strict=True)
         return [line for line, s in pairs if s is not None and s <= step]
+
+    def begin_anew(self):
+        """Make another file of this name, where this one has been renamed."""
+        before = self._file
+        self._begin(b"")
+        before.close()
+        logging.warning("%s was renamed or removed: its rows go on in a new file", self._path)
 
     def write(self, row):
         new = [key for key in row if key not in self._fields]

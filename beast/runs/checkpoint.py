@@ -85,15 +85,17 @@ def to_bytes(content, *path):
             buffer.seek(0)
             torch.load(buffer, map_location="cpu", weights_only=True)
         buffer.seek(0)
-    except Exception:
+    except MemoryError:
+        raise
+    except Exception as error:
         parts = dict(enumerate(content)) if isinstance(content, (list, tuple)) else content
         for key, part in parts.items() if isinstance(parts, dict) else ():
             to_bytes(part, *path, key)
         name = " > ".join(map(str, path)).replace("flags > ", "--") or "the checkpoint"
         raise FlagError(
             f"{name} is a {type(content).__module__}.{type(content).__qualname__}, with which no "
-            "checkpoint can be loaded: make it a tensor, a number, a text, or a list or dict of "
-            "them (a flag by the `type` of its add_argument)"
+            f"checkpoint can be loaded ({type(error).__name__}: {error}): make it a tensor, a "
+            "number, a text, or a list or dict of them (a flag by the `type` of its add_argument)"
         ) from None
     return buffer
 
@@ -126,6 +128,8 @@ def load(flags, name=NEWEST):
         if not path.exists():
             return None
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise FlagError(f"cannot read the checkpoint {path}, perhaps for now: {error}") from None
     except Exception as error:
         code = re.search(r"GLOBAL (\S+)|whose module (\S+) is blocked", str(error))
         if code:

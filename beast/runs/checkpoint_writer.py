@@ -37,6 +37,8 @@ class Writer:
                 if not flags.disable_checkpoint and (best := load(flags, BEST)):
                     self._best_score = _score(best["stats"])
         except FlagError as error:  # only the comparison with the best is lost
+            if isinstance(error.__context__, OSError):  # which a later start may not have
+                raise
             best = None
             set_aside(folder / BEST, str(error).removesuffix(f"; {ADVICE}"))
         self._steps = {

@@ -138,12 +138,15 @@ class Run:
             error = error or last_error
             raise
         finally:
-            if self._signals.first:
-                status = status.replace("ended", f"stopped by {self._signals.first.name}", 1)
-                # To torchrun any other status than 0 is a failure, after which it starts all anew.
-                self.exit_status = 0 if self._group.by_torchrun else 128 + self._signals.first
-            self._signals.restore()
-            self._folder.close(status, error)
+            if stopped_by := self._stopped_by():
+                status = status.replace("ended", f"stopped by {stopped_by}", 1)
+            # To torchrun any other status than 0 is a failure, after which it starts all anew.
+            if stopped_by and self._signals.first and not self._group.by_torchrun:
+                self.exit_status = 128 + self._signals.first
+            try:
+                self._folder.close(status, error)
+            finally:
+                self._signals.restore()
         # Torchrun must not restart a run that was stopped.
         is_wanted = self._group.by_torchrun and self._signals.first
         if failure and error is None and not is_wanted:
@@ -167,6 +170,8 @@ class Run:
             if saved is not None and saved["step"] >= self._learner.step:
                 return
             folder = RunFolder(self._flags)
+            if not at_end:
+                self._catch_up()
             folder.start(self._learner)
         except FlagError as error:  # the other one may be stopped, or about to end
             if folder is not None:
@@ -179,6 +184,21 @@ class Run:
         self._folder.close("")
         self._folder = folder
         logging.info("This learner writes logs and checkpoints from here on")
+
+    def _catch_up(self):
+        """Resume the checkpoint again, if others have gone on while this waited for a batch."""
+        with self._learner.lock:
+            try:
+                saved, own = checkpoint.load(self._flags), self._learner.step
+            except FlagError:  # it is damaged, and will be replaced
+                return
+            if saved is None or saved["step"] <= own:
+                return
+            if self._group.size > 1:  # the other one has taken this learner's weights
+                raise FlagError(f"the checkpoint is of step {saved['step']:,}, this of {own:,}")
+            checkpoint.resume(self._flags, self._learner)
+            self._learner.publish()
+            logging.info("Resuming again, at step %s, where others ended", f"{saved['step']:,}")
 
     def threads(self, on_exit):
         """Return Threads that end, as does the run, when one of them fails; see Threads."""
@@ -343,10 +363,17 @@ class Run:
             "multiply 0 by -inf?); else try a lower --learning_rate"
         )
 
+    def _stopped_by(self):
+        """Return who has stopped the run before its last step, or an empty text."""
+        if self._learner.step >= self._flags.total_steps:
+            return ""
+        if self._signals.first:
+            return self._signals.first.name
+        return "another learner" if self._group.exchange.has_to_stop else ""
+
     def _announce_resume(self):
         is_saved = self._folder.checkpoints and (self.path / checkpoint.NEWEST).exists()
-        is_over = self._learner.step >= self._flags.total_steps
-        if self._signals.first and is_saved and not is_over and not self._flags.disable_checkpoint:
+        if self._stopped_by() and is_saved and not self._flags.disable_checkpoint:
             launcher = "torchrun ..." if self._group.by_torchrun else "python"
             logging.info("To go on: %s %s", launcher, resume_command(self._flags))
 

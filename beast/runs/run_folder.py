@@ -18,7 +18,6 @@ whose folder is gone ends.
 
 import contextlib
 import datetime
-import fcntl
 import importlib.metadata
 import json
 import logging
@@ -32,7 +31,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from beast.errors import FlagError
-from beast.processes.lifetime import LOG_FORMAT
+from beast.processes.lifetime import LOG_FORMAT, lock_file
 from beast.runs.atomic_files import CSVFile, EventFile, LogHandler, replace_file, set_aside
 from beast.runs.background_evaluation import BackgroundEvaluation
 from beast.runs.checkpoint import BEST, NEWEST, run_path
@@ -58,7 +57,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - until the process ends
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._lock)
             for path in (NEWEST, BEST, "meta.json", "logs.csv"):  # of a process that was killed
                 (self.path / f"{path}.tmp").unlink(missing_ok=True)
             if (self.path / "meta.json").exists():
@@ -156,8 +155,9 @@ class RunFolder:
         import wandb  # here, since few have it
 
         # By its id a resumed run goes on there, too. W&B's environment variables say the rest.
-        earlier = self._meta.get("earlier", [{}])[-1] if step > 0 else {}
-        arguments = {"id": earlier.get("wandb"), "resume": "allow", "name": self._flags.xpid}
+        earlier = reversed(self._meta.get("earlier", []) if step > 0 else [])
+        identifier = next((meta["wandb"] for meta in earlier if meta.get("wandb")), None)
+        arguments = {"id": identifier, "resume": "allow", "name": self._flags.xpid}
         try:
             self._wandb = wandb.init(dir=self.path, config=vars(self._flags), **arguments)
         except wandb.Error as error:
@@ -168,11 +168,13 @@ class RunFolder:
     def _check_path(self):
         """Raise FlagError if the folder is gone: what is written would be lost."""
         try:
-            os.stat(self.path / "logs.csv")
+            os.stat(self.path)
+            if not (self.path / "logs.csv").exists():  # it was renamed
+                self._csv.begin_anew()
         except FileNotFoundError:
             raise FlagError(
-                f"{self.path}/logs.csv is gone: was the folder removed or moved? Resume a moved "
-                "run with the --savedir and --xpid of its new place, or start a new one"
+                f"{self.path} is gone: was the folder removed or moved? Resume a moved run with "
+                "the --savedir and --xpid of its new place, or start a new one"
             ) from None
         except OSError:  # a file system that may come back
             pass

@@ -19,7 +19,7 @@ from small_run import create_learner, create_parser, parse, save, update
 
 from beast.errors import EnvError, FlagError
 from beast.flags import parse_flags
-from beast.learners import learner_group
+from beast.learners import elastic, learner_group
 from beast.learners.elastic import ElasticGroup, join_group
 from beast.runs.run import Run
 from beast.runs.run_folder import RunFolder
@@ -176,6 +176,38 @@ def test_others_go_on_when_one_hangs_in_a_sum_and_take_it_back(tmp_path, lightho
         member.group.leave(is_over=True)
 
 
+@pytest.mark.whole
+def test_a_newcomer_that_nobody_can_reach_ends_before_the_others(tmp_path, lighthouse, monkeypatch):
+    monkeypatch.setattr(elastic, "SUM_TIMEOUT", 1)
+    monkeypatch.setattr(elastic, "NEWCOMERS_FAILURES", 2)
+    monkeypatch.setattr(elastic, "MAX_FAILURES", 5)
+    first, other = [Member(tmp_path, lighthouse, value) for value in (1, 10)]
+    first.sum()
+    join = other.group._join
+
+    def join_behind_a_firewall():
+        join()
+        monkeypatch.setattr(other.group._manager._pg, "configure", lambda *_: 1 / 0)
+
+    monkeypatch.setattr(other.group, "_join", join_behind_a_firewall)
+    has_ended = threading.Event()
+
+    def take_part():  # as Run does where there is an error
+        try:
+            with pytest.raises(EnvError, match="2 exchanges with other learners in a row have"):
+                other.sum()
+        finally:
+            other.group.leave(is_over=False)
+            has_ended.set()
+
+    thread = Thread(take_part)
+    while not has_ended.is_set():
+        assert first.sum() == (1, {1.0}, 1.0)
+    thread.result()
+    assert first.sum() == (1, {1.0}, 1.0)
+    first.group.leave(is_over=True)
+
+
 def sum_all(members, size):
     """Have members sum at the same time until so many take part; return the last results."""
 
@@ -297,6 +329,24 @@ def test_a_learner_that_takes_over_replaces_a_damaged_checkpoint(tmp_path, take_
         run._take_folder()
         assert caplog.messages[-1] == "This learner writes logs and checkpoints from here on"
     assert load(model)["step"] == 200
+
+
+def test_a_late_learner_resumes_what_the_others_have_saved(tmp_path, take_part, caplog):
+    with take_part(tmp_path, rank=0) as run:
+        save(parse(tmp_path), num_updates=5)  # by a writer that has ended since
+        run._take_folder()
+        assert run._learner.step == 500 and "Resuming again, at step 500" in caplog.text
+    assert load(tmp_path / "run" / "model.tar")["step"] == 500
+
+
+def test_a_late_group_does_not_take_over_a_newer_checkpoint(tmp_path, take_part, caplog):
+    with pytest.raises(FlagError, match="nothing was saved: the checkpoint is of step 500"):
+        with take_part(tmp_path, rank=0) as run:
+            run._group.size = 2
+            save(parse(tmp_path), num_updates=5)
+            run._take_folder()
+            assert run._learner.step == 200
+    assert load(tmp_path / "run" / "model.tar")["step"] == 500
 
 
 def test_a_learner_that_never_took_over_says_nothing_was_saved(tmp_path, take_part):
