@@ -16,6 +16,7 @@ torch, no compiler.
 To serve another environment, edit create_env.
 """
 
+import contextlib
 import itertools
 import os
 import signal
@@ -98,11 +99,10 @@ def run_server(flags, address, seed=(0,), started=None, stop_signals=(), busy_si
         num_envs = num_envs or flags.envs_per_stream
         return create_environments(flags, create_env, num_envs, stream_seed or own_seed, name)
 
-    sample = create_environments(flags, create_env, 1, [flags.seed], "the environment")
-    try:
-        try_out(sample, flags)
-    finally:
-        sample.close()
+    with server_processes.busy(busy_since):
+        sample = create_environments(flags, create_env, 1, [flags.seed], "the environment")
+        with contextlib.closing(sample):
+            try_out(sample, flags)
     if "cv2" in sys.modules:
         sys.modules["cv2"].setNumThreads(1)
     options = {"make_environments": make_environments, "env": flags.env, "busy_since": busy_since}

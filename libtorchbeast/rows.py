@@ -239,6 +239,8 @@ def write_observation(target, i, observation, source, path="observation"):
             )
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise ValueError(f"{path} has numbers that are not finite")
+        if array.dtype == np.float64 and not (abs(array) <= MAX_REWARD).all():
+            raise ValueError(f"{path} has numbers that are not finite as float32, which nets take")
         target[i] = array
         if isinstance(observation, int) and target.dtype.kind in "iu" and target[i] != observation:
             raise ValueError(f"{path} is {observation}, which is no {target.dtype}, {source}")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command lines: what they refuse and how, and what a checkpoint adds to them."""
 
+import json
 import multiprocessing.connection
 import multiprocessing.util
 import os
@@ -253,6 +254,14 @@ def test_flags_of_one_call_alone_do_not_come_from_the_checkpoint(tmp_path):
     assert parse(tmp_path, "--xpid run --mode test", parser).mode == "test"
 
 
+def test_a_checkpoint_opens_no_port(tmp_path):
+    save(parse(tmp_path, "--xpid run", polybeast.parser))
+    for name, value in {"listen": "0.0.0.0:50050", "insecure": True}.items():
+        change(tmp_path / "run" / "model.tar", "flags", name, to=value)
+    flags = parse(tmp_path, "--xpid run", polybeast.parser)
+    assert flags.listen is None and not flags.insecure
+
+
 def test_best_brings_its_own_flags_and_is_for_tests_alone(tmp_path):
     save(parse(tmp_path, "--xpid run --learning_rate 0.25"))
     shutil.copy(tmp_path / "run" / "model.tar", tmp_path / "run" / "best.tar")
@@ -371,6 +380,15 @@ def test_sockets_get_a_short_folder_where_tmpdir_is_long(long_tmpdir, monkeypatc
     local = servers.LocalServers(flags, "script.py")
     assert all(len(address.removeprefix("unix:")) < 108 for address in local.addresses)
     assert list(long_tmpdir.iterdir()) == []
+
+
+def test_a_flag_that_servers_cannot_be_given_is_refused_by_name():
+    flags = polybeast.parser.parse_args(["--num_servers", "1"])
+    flags.level_dir, flags.sizes = pathlib.Path("/levels"), (1, 2)
+    with pytest.raises(FlagError, match="--level_dir is a PosixPath, which environment servers"):
+        servers.LocalServers(flags, "script.py")
+    flags.level_dir = None
+    assert json.loads(servers.LocalServers(flags, "script.py")._command[-1])["sizes"] == [1, 2]
 
 
 def test_a_tmpdir_too_long_for_sockets_is_refused(long_tmpdir, tmp_path, monkeypatch):

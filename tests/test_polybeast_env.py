@@ -171,6 +171,14 @@ def test_a_learners_server_that_hangs_ends_with_its_program(tmp_path):
 
 
 @pytest.mark.whole
+def test_an_environment_that_hangs_before_it_is_served_is_told(tmp_path):
+    arguments = f"--env Failing-reset@{tmp_path}/marker --num_servers 1 --stall_timeout_s 0.5"
+    status, output = run(CATCH, arguments, f"--server_address unix:{tmp_path}/socket")
+    assert status == 1 and "prints its stack" in output and "in reset" in output, output
+    assert re.search("(?m)^polybeast_env.py: the server of unix:.* died: .*silent for", output)
+
+
+@pytest.mark.whole
 def test_what_cannot_be_served_ends_it_with_a_reason(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]  # that of the second server

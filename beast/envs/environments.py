@@ -23,6 +23,7 @@ from beast.envs.spaces import (
     to_action,
 )
 from beast.errors import EnvError, FlagError
+from beast.processes.watchdog import watched
 from libtorchbeast.rows import Rows, count_games, draw_seeds, read_step, write_observation
 from libtorchbeast.spaces import spaces_to_json
 
@@ -58,10 +59,11 @@ def try_out(environments, flags=None, num_steps=10):
     _warn_of_keys(environments.observation_space, getattr(flags, "observation_keys", None))
     random = np.random.default_rng(0)
     environments.watched_steps = num_steps + 1
-    row = environments.initial()
-    for _ in range(num_steps):
-        space, num_envs = environments.action_space, environments.num_envs
-        environments.step(random_actions(space, num_envs, random, environments.row["frame"]))
+    space, num_envs = environments.action_space, environments.num_envs
+    with watched(f"{environments.name}: trying it out"):
+        row = environments.initial()
+        for _ in range(num_steps):
+            environments.step(random_actions(space, num_envs, random, environments.row["frame"]))
     return row
 
 
@@ -98,7 +100,8 @@ class Environments:
         try:
             for i in range(num_envs):
                 try:
-                    self.envs.append(create_env())
+                    with watched(f"{name} {i}: creating it"):
+                        self.envs.append(create_env())
                 except Exception as error:
                     hint = ""
                     if isinstance(error, gym.error.UnregisteredEnv):
@@ -213,6 +216,8 @@ class Environments:
             raise self._error(i, _describe_result(result) or str(error)) from None
         if self.watched_steps > 0 and ACTION_MASK in info:
             self._warn_of_mask(i)
+        if self.watched_steps > 0 and (outcome[1] or outcome[2]) and not outcome[3]:
+            self._warn_of_game(i)
         self.row["last_action"][i] = action
         if self._rows.step(i, *outcome):
             self._reset(i)
@@ -258,6 +263,13 @@ class Environments:
             what += "let reset return it, too, and create_env wrap it by gym_envs.ObserveMask"
             if not isinstance(self.action_space, gym.spaces.Discrete):
                 what = "info has an action_mask, which is ignored: it is for Discrete actions alone"
+            logging.warning("%s", self._error(i, what))
+
+    def _warn_of_game(self, i):
+        if not count_games(self.envs[i]):
+            self.watched_steps = 0
+            what = "info['game_over'] is False at the end of an episode, which so counts as a part "
+            what += "of a game: if it means another thing here, have a wrapper remove it"
             logging.warning("%s", self._error(i, what))
 
     def _wrapper_number(self, name, default):

@@ -23,16 +23,13 @@ def create(flags):
         from minatar.gym import register_envs
 
         register_envs()
+    in_info = has_mask_in_info(flags.env)  # before: two at once may not be possible
     env = _make(flags.env, flags.render_mode)
     if is_spec_of_game(env.spec):  # which is_game does not know by this name
         raise FlagError(f"{flags.env} is ale-py's {env.spec.id}: give --env {env.spec.id}")
     if flags.observation_keys:
         env = _keep(env, read_keys(env, flags.observation_keys))
-    has_mask = ACTION_MASK in getattr(env.observation_space, "spaces", ())
-    is_discrete = isinstance(env.action_space, gym.spaces.Discrete)
-    if is_discrete and not has_mask and has_mask_in_info(flags.env):
-        env = ObserveMask(env)
-    return env
+    return ObserveMask(env) if in_info else env
 
 
 def _make(env_id, render_mode):
@@ -50,8 +47,15 @@ def _make(env_id, render_mode):
 
 @functools.cache
 def has_mask_in_info(env_id):
-    """Ask another copy, since the first reset of each that plays is to be with its own seed."""
+    """Return whether info has a mask of Discrete actions, and the observation none.
+
+    Another copy is asked, since the first reset of each that plays is to be with its own seed.
+    """
     with contextlib.closing(_make(env_id, None)) as env:
+        if not isinstance(env.action_space, gym.spaces.Discrete):
+            return False
+        if ACTION_MASK in getattr(env.observation_space, "spaces", ()):
+            return False
         result = env.reset(seed=0)
         return isinstance(result, tuple) and ACTION_MASK in result[-1]
 

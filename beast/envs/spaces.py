@@ -55,6 +55,8 @@ def empty_observation(space, num_envs, path="observation", advice=""):
     _check_package(space, f"space of {path}")
     if isinstance(space, gym.spaces.Dict):
         items = space.spaces.items()
+        if others := [key for key in space.spaces if not isinstance(key, str)]:
+            raise EnvError(f"the space of {path} has keys that are no texts, {others}: rename them")
         keys = ",".join(str(key) for key, s in items if _is_array(s))
         if path == "observation" and keys:
             advice = f"leave it out, by --observation_keys {keys}"
@@ -186,9 +188,9 @@ def spaces_from_json(text):
     """
     try:
         spaces = json.loads(text)
-        for key, limit in (("observation", MAX_BYTES), ("action", MAX_ACTIONS)):
-            if not _size(spaces[key]) <= limit:
-                raise ValueError(f"the {key} space is too large")
+        for key, limit in (("observation", MAX_BYTES), ("action", 8 * MAX_ACTIONS)):
+            if not (size := _size(spaces[key])) <= limit:
+                raise ValueError(f"the {key} space takes {size} bytes, more than {limit}")
         observation_space, action_space = (
             space_from_dict(spaces[key]) for key in ("observation", "action")
         )

@@ -49,8 +49,8 @@ SUM_TIMEOUT = 5  # seconds for one sum, or one connection; several may follow ea
 JOIN_TIMEOUT = TIMEOUT
 LIGHTHOUSE_OPTIONS = f"--min_replicas 1 --join_timeout_ms {1000 * JOIN_TIMEOUT}"
 QUORUM_TIMEOUT = JOIN_TIMEOUT + 5  # seconds for an answer of the lighthouse
-# Consecutive failed exchanges after which a learner ends; a newcomer, which the others may be unable
-# to reach, before it ends them.
+# Consecutive failed exchanges after which a learner ends; a newcomer sooner, so that one whom the
+# others cannot reach does not end them.
 MAX_FAILURES, NEWCOMERS_FAILURES = 20, 5
 HEAL_TIMEOUT = 300  # seconds in which a newcomer must have fetched the weights of another learner
 # Flags about a machine, in which learners of one policy may differ.

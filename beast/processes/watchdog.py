@@ -125,6 +125,17 @@ class Watchdog:
         return True
 
 
+@contextlib.contextmanager
+def watched(what, timeout_s=60):
+    """Context manager around what may hang before a run and its watchdog are there."""
+    watchdog = Watchdog(timeout_s)
+    watchdog.beat(what)
+    try:
+        yield
+    finally:
+        watchdog.close()
+
+
 def log_silence(name, what, seconds, details):
     logging.warning("%s has been silent for %.0f s: it %s%s", name, seconds, what, details)
 

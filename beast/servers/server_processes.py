@@ -58,6 +58,20 @@ def parse_flags(parser, argv=None):
     return parser.parse_args(argv, namespace)
 
 
+@contextlib.contextmanager
+def busy(busy_since):
+    """Context manager in which a server counts as silent.
+
+    Args:
+      busy_since: as of libtorchbeast.Server; or None, where nobody watches it.
+    """
+    if busy_since is not None:
+        busy_since[0] = time.monotonic()
+    yield
+    if busy_since is not None:
+        busy_since[0] = 0.0
+
+
 def server_main(run_server, flags, address, seed, pipe, busy_since):
     """Run the server at `address`: a process. Send ("serving", address) once a learner can use it.
 

@@ -231,9 +231,17 @@ class LocalServers:
         learner_flags = {
             name: value
             for name, value in vars(flags).items()
-            if isinstance(value, (bool, int, float, str, list))
-            and name not in (*credentials.FLAGS, "insecure", "spaces")
+            if value is not None and name not in (*credentials.FLAGS, "insecure", "spaces")
         }
+        for name, value in learner_flags.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError):
+                kind = type(value).__name__
+                raise FlagError(
+                    f"--{name} is a {kind}, which environment servers cannot be given: use "
+                    "type=str, int or float"
+                ) from None
         self._command = [sys.executable, script, "--server_address", address, "--end_with_stdin"]
         self._command += ["--learner_flags", json.dumps(learner_flags)]
 

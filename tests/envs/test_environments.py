@@ -180,6 +180,34 @@ def test_whole_games_are_added_up_over_lives(truncates):
     assert not any(row["game_done"][0] for row in rows[1:] if not row["done"][0])
 
 
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_game_over_of_another_meaning_is_told_once(caplog, counts):
+    def over(observation, reward, terminated, truncated, info):
+        return observation, reward, terminated, truncated, info | {"game_over": False}
+
+    def create():
+        env = Changed(over, length=2)
+        if counts:
+            env.num_games = 1
+        return env
+
+    try_out(Environments(create, 2, 0))
+    assert caplog.text.count("info['game_over'] is False at the end") == (not counts)
+
+
+def test_a_float64_beyond_float32_is_refused():
+    def large(observation, *rest):
+        return observation.astype(float) * 1e39, *rest
+
+    def create():
+        env = Changed(large)
+        env.observation_space = gym.spaces.Box(-1e300, 1e300, (2,), np.float64)
+        return env
+
+    with pytest.raises(EnvError, match="not finite as float32"):
+        try_out(Environments(create, 1, 0))
+
+
 def test_a_game_that_ends_between_two_episodes_adds_nothing():
     rows = Rows(1, resets_later=True)
     rows.step(0, 1.0, terminated=True, truncated=False, game_over=False)

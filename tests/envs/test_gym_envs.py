@@ -104,6 +104,24 @@ def test_the_first_reset_is_with_the_seed_of_the_copy(monkeypatch):
     assert [seed for env, seed in seeds if env in played] == environments.seeds
 
 
+def test_no_two_copies_are_alive_at_once(monkeypatch):
+    class Single(Any):
+        alive = 0
+
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            Single.alive += 1
+            assert Single.alive == 1, "the port is in use"
+
+        def close(self):
+            Single.alive -= 1
+
+    monkeypatch.setattr(gym.registry["Any-v0"], "entry_point", Single)
+    create(monkeypatch, BOX, {"action_mask": np.ones(4)}).close()
+    create(monkeypatch, BOX).close()
+    assert Single.alive == 0
+
+
 def test_what_cannot_be_rendered_or_is_a_game_is_told(monkeypatch):
     with pytest.raises(FlagError, match="Any-v0 cannot be rendered: it takes no render_mode"):
         create(monkeypatch, BOX, render_mode="human")

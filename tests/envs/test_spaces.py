@@ -50,6 +50,21 @@ def test_spaces_survive_json(name):
     assert json.dumps(space_to_dict(again)) == json.dumps(space_to_dict(space))
 
 
+def test_a_million_actions_and_no_more_can_be_sent():
+    for n in (2**20, 2**20 + 1):
+        text = spaces_to_json(SPACES["unbounded"], gym.spaces.Discrete(n), 1)
+        if n == 2**20:
+            assert spaces_from_json(text)[1].n == n
+    with pytest.raises(EnvError, match="the action space takes 8388616 bytes, more than 8388608"):
+        spaces_from_json(text)
+
+
+def test_keys_that_are_no_texts_are_refused():
+    space = gym.spaces.Dict([(1, SPACES["binary"]), (0, SPACES["binary"])])
+    with pytest.raises(EnvError, match=r"observation has keys that are no texts, \[1, 0\]: rename"):
+        empty_observation(space, 1)
+
+
 def test_spaces_that_cannot_be_sent_are_refused_by_name():
     with pytest.raises(ValueError, match=r"Text\("):
         space_to_dict(gym.spaces.Dict(text=gym.spaces.Text(5)))

@@ -96,6 +96,8 @@ class Echo(Counter):
 class Failing(Catch):
     """Catch that raises, hangs, or holds Python's lock at step 25, in the first process there.
 
+    Or it hangs in its first reset.
+
     That process makes the file `marker`, and writes its id there.
     """
 
@@ -112,6 +114,11 @@ class Failing(Catch):
                 ctypes.PyDLL(None).sleep(3600)
             time.sleep(3600)
         return super().step(action)
+
+    def reset(self, **kwargs):
+        if self.how == "reset" and self._is_first():
+            time.sleep(3600)
+        return super().reset(**kwargs)
 
     def _is_first(self):
         try:
@@ -172,7 +179,7 @@ class Mixed(gym.Wrapper):
 
 
 def create_env(flags):
-    """Make Catch, Old, Parent, or Failing-HOW@MARKER, where HOW is raise, hang or hold."""
+    """Make Catch, Old, Parent, or Failing-HOW@MARKER, where HOW is raise, hang, hold or reset."""
     if flags.env.startswith("Failing-"):
         how, _, marker = flags.env.removeprefix("Failing-").partition("@")
         return Failing(how, marker)
