@@ -464,7 +464,9 @@ def resolve(flags, observation_space, action_space, frames_per_step=1):
             )
     check_groups(flags)
     most = flags.num_envs * (1 if flags.use_gru else flags.unroll_length)
-    flags.num_minibatches = num_minibatches or min(flags.num_minibatches, most)
+    if num_minibatches is None:  # a resumed run chooses again
+        flags.num_minibatches = min(flags.num_minibatches, most)
+        flags.chosen = [*flags.chosen, "num_minibatches"]
     if flags.num_minibatches > most:
         what = "environments, which --use_gru leaves whole" if flags.use_gru else "steps"
         raise FlagError(

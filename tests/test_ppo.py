@@ -319,6 +319,23 @@ def test_minibatches_hold_each_transition_once(use_gru):
     torch.testing.assert_close(seen, batch["frame"][..., 0][batch["mask"]].sort().values)
 
 
+@pytest.mark.parametrize("use_gru", [False, True])
+def test_each_epoch_has_other_minibatches(use_gru):
+    model, flags = Table(), parse("--num_minibatches 2" + " --use_gru" * use_gru)
+    batch, state = ppo.compute_targets(flags, model, make_rows(model), ()), (torch.zeros(1, N, 1),)
+    orders = set()
+    for _ in range(5):
+        parts = [part["frame"] for part, _ in ppo.make_minibatches(flags, batch, state)]
+        orders.add(tuple(torch.cat(parts, dim=1).flatten().tolist()))
+    assert len(orders) > 1  # of 6 columns there are 720
+
+
+def test_the_learning_rate_falls_to_zero():
+    flags = parse("--total_steps 1000")
+    _, decay = ppo.create_optimizer(flags, Table())
+    assert [decay(step) for step in (0, 250, 1000, 1080)] == [1, 0.75, 0, 0]
+
+
 def test_a_gru_is_reset_at_done_inside_a_rollout():
     net = ppo.Net(gym.spaces.Box(-1, 1, (4,)), 2, use_gru=True).eval()
     rows = {"frame": torch.randn(5, 3, 4), "done": torch.zeros(5, 3, dtype=torch.bool)}
@@ -486,6 +503,11 @@ def test_metrics_of_a_rollout_of_one_row_are_finite(column, steps, penalty, cont
 def test_flags_that_contradict_each_other_are_refused(arguments, message):
     with pytest.raises(FlagError, match=message):
         parse(arguments)
+
+
+def test_minibatches_that_nobody_asked_for_are_chosen_again():
+    assert "num_minibatches" in parse("--use_gru --num_envs 2").chosen
+    assert "num_minibatches" not in parse("--num_envs 4 --num_minibatches 2").chosen
 
 
 class HalfBounded(gym.Env):

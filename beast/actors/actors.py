@@ -92,7 +92,8 @@ class Actors:
             PATIENCE * flags.stall_timeout_s,
             MIN_ROLLOUTS,
             "rollouts",
-            all_of=True,  # one actor may have bad luck, but not all
+            # One actor may have bad luck, but not all; where they take turns, all wait for it.
+            all_of=not flags.deterministic,
             pauses=PAUSES,
         )
         self._watcher = threading.Thread(target=self._watch, name="actors", daemon=True)

@@ -55,7 +55,7 @@ class AgentLink:
 
         Raises:
           FloatingPointError: too many updates in a row were not finite: a replacement begins with
-            other weights.
+            the weights of another agent, if that sends it any.
         """
         finite = is_finite(metrics)
         rows = {name: batch.cpu_rows[name] for name in ENDS} if finite else batch.cpu_rows

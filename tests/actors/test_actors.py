@@ -210,6 +210,17 @@ def test_one_actor_that_always_fails_does_not_end_the_run(make_rig):
     rig.take_and_release_all()
 
 
+def test_one_actor_that_always_fails_ends_a_deterministic_run(make_rig):
+    rig = make_rig(num_actors=2, num_buffers=4, deterministic=True)
+    rig.actors.release(rig.take(4))
+    for _ in range(MAX_DEATHS - 1):
+        rig.kill(0)
+    rig.process(0).kill()
+    with pytest.raises(EnvError, match=f"died {MAX_DEATHS} times"):
+        while True:
+            rig.take(4)
+
+
 def test_an_actor_that_dies_but_gives_rollouts_is_restarted(make_rig):
     rig = make_rig(num_buffers=8)
     for _ in range(MAX_DEATHS + 2):
