@@ -273,7 +273,7 @@ def test_the_learner_adds_weights_to_the_pool(fork, monkeypatch, first_step):
     learner.count(first_step, [], [])
     monkeypatch.setattr(fork.rollout_buffers, "read_batches", lambda *_: [create_batch()] * 8)
     monkeypatch.setattr(fork, "learn", lambda *_: {})
-    replay = argparse.Namespace(mix=lambda batch: batch)
+    replay = argparse.Namespace(mix=lambda batch: batch, store=lambda *_: None)
     fork.batch_and_learn(flags, learner, None, None, replay, pool, run)
     assert counts == [0, 0, 0, 1, 1, 2, 2, 2]  # at 0, 100, ... 700 steps
 

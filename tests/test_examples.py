@@ -86,6 +86,20 @@ def test_a_diff_applies_and_leaves_tidy_code_that_learns(apply, load, monkeypatc
         assert set(re.findall(r'^\+        "(\w+)":', diff, re.M)) <= metrics.keys()
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("example", "env"),
+    [("multi_discrete", "dials:Dials-v0"), ("gaussian", "MountainCarContinuous-v0")],
+)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_with_other_actions_trains(apply, monkeypatch, program, example, env):
+    fork = apply(EXAMPLES[f"{example}_{program}"])
+    monkeypatch.setenv("PYTHONPATH", str(fork / "examples"))
+    arguments = (FLAGS[program], f"--env {env} --total_steps 500 --savedir", fork / "runs")
+    status, output = run(fork / f"{program}.py", *arguments)
+    assert status == 0, output
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_popart_keeps_its_outputs_and_learns_their_scale(apply, load, program):
     module = load(apply(EXAMPLES[f"popart_{program}"]), program)
