@@ -29,7 +29,7 @@ from beast.servers import credentials
 
 # Flags that a program may do without, and what holds for it then.
 LEFT_OUT = {"env_backend": "gym", "precision": "fp32", "write_profiler_trace": False}
-LEFT_OUT |= {"greedy": True}
+LEFT_OUT |= {"greedy": True, "compile": False}
 
 
 def create_parser(program, description, without=(), env="PongNoFrameskip-v4"):

@@ -231,8 +231,8 @@ class Run:
         """
         if "steps" not in update or not RESERVED.isdisjoint(update):
             raise ValueError(
-                "the metrics of an update must have `steps`, the number of its transitions "
-                f"(mask.sum()), and none of {sorted(RESERVED)}, but have {sorted(update)}"
+                "the metrics of an update must have `steps`, the number of new transitions "
+                f"(not replayed), and none of {sorted(RESERVED)}, but have {sorted(update)}"
             )
         returns = [], []
         if batch is not None:
