@@ -331,15 +331,20 @@ def test_ended_runs_are_skipped_and_others_are_resumed(queue, read, tmp_path):
     (tmp_path / "r2" / "model.tar").touch()
     (tmp_path / "r3" / "model.tar").touch()
     (tmp_path / "r4" / "meta.json").write_text("torn")
+    (tmp_path / "r6").mkdir()  # that lacks the newest best.tar, but has done its steps
+    (tmp_path / "r6" / "model.tar").touch()
+    status = "ended, but the checkpoint r6/best.tar of step 9 could not be written"
+    (tmp_path / "r6" / "meta.json").write_text(json.dumps({"status": status}))
     (tmp_path / "queue").mkdir()
     (tmp_path / "queue" / "queue.csv").write_text(
         "xpid,slot,start,end,status\nother,0,1,2,ended\nx,0,1,,running\n"
     )
-    with queue("", ONE_SLOT, "r{n=1,2,3,4,5}") as program:
+    with queue("", ONE_SLOT, "r{n=1,2,3,4,5,6}") as program:
         status, output = program.end()
     assert status == 0, output
     for line in (
         "r1 skipped",
+        "r6 skipped",
         "r2 resumes in",
         "r3 resumes in",
         "r4 starts in",
@@ -350,7 +355,16 @@ def test_ended_runs_are_skipped_and_others_are_resumed(queue, read, tmp_path):
     rows = read.rows()
     assert rows["r1"]["status"] == "skipped" and rows["r1"]["start"].startswith("2026-01-02")
     assert rows["x"]["status"] == "lost" and rows["other"]["status"] == "ended"
-    assert list(rows) == ["other", "x", "r1", "r2", "r3", "r4", "r5"]  # of an earlier queue, too
+    assert list(rows) == [
+        "other",
+        "x",
+        "r1",
+        "r2",
+        "r3",
+        "r4",
+        "r5",
+        "r6",
+    ]  # of an earlier queue, too
 
 
 WAIT = 'wait_for("go")'

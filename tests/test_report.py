@@ -143,7 +143,9 @@ def test_only_games_of_atari_go_by_one_name(tmp_path, capsys):
     text = (two / "meta.json").read_text()
     (two / "meta.json").write_text(text.replace('"env"', '"sticky_actions": 0.25, "env"'))
     report.main([str(one), str(two), "--output", str(tmp_path / "out")])
-    assert "runs: --sticky_actions is -, 0.25 in runs of one agent" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "runs: --sticky_actions is -, 0.25 in runs of one agent" in output
+    assert "pong is of PongNoFrameskip-v4, ALE/Pong-v5" in output
 
 
 def test_runs_that_do_not_overlap_have_no_curve(tmp_path):

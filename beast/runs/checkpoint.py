@@ -92,10 +92,11 @@ def to_bytes(content, *path):
         for key, part in parts.items() if isinstance(parts, dict) else ():
             to_bytes(part, *path, key)
         name = " > ".join(map(str, path)).replace("flags > ", "--") or "the checkpoint"
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise FlagError(
             f"{name} is a {type(content).__module__}.{type(content).__qualname__}, with which no "
-            f"checkpoint can be loaded ({type(error).__name__}: {error}): make it a tensor, a "
-            "number, a text, or a list or dict of them (a flag by the `type` of its add_argument)"
+            f"checkpoint can be loaded ({reason:.100}): make it a tensor, a number, a text, or a "
+            "list or dict of them (a flag by the `type` of its add_argument)"
         ) from None
     return buffer
 

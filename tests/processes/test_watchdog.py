@@ -179,6 +179,27 @@ hold_the_interpreter()
         assert "in hold_the_interpreter" in process.communicate(timeout=60)[1]
 
 
+@pytest.mark.parametrize("where", ["full", "closed"])
+def test_a_stderr_that_cannot_be_written_raises_nothing(where):
+    code = """
+import os, signal, threading
+from beast.processes.watchdog import print_stacks_on_signal
+print_stacks_on_signal()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+os.kill(os.getpid(), signal.SIGUSR1)
+print("goes on")
+"""
+    if where == "full":
+        stderr = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, stderr = os.pipe()
+        os.close(reader)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    os.close(stderr)
+    assert done.stdout == "goes on\n"
+
+
 def print_stacks(program, *places):
     """Send SIGUSR1 until stacks of all these places are printed."""
 

@@ -3,6 +3,7 @@
 
 import contextlib
 import copy
+import errno
 import os
 import random
 import re
@@ -334,6 +335,20 @@ def test_a_run_that_begins_anew_sets_the_best_checkpoint_aside(flags, newest):
     update(learner, [1.0])
     Writer(flags, learner).save(learner)
     assert saved_step(flags, "best.tar") == 200 and newest.with_name("best.tar.1").exists()
+
+
+def test_a_best_checkpoint_that_cannot_be_read_for_now_stays(flags, newest, monkeypatch):
+    learner = create_learner(flags)
+    update(learner, [5.0])
+    Writer(flags, learner).save(learner)
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(FlagError, match="best.tar, perhaps for now: .*Input/output error"):
+        Writer(flags, learner)
+    assert not newest.with_name("best.tar.1").exists()
 
 
 def test_the_best_checkpoint_is_written_before_the_newest(flags, monkeypatch):

@@ -199,6 +199,23 @@ def test_a_stopped_run_says_by_which_command_it_goes_on(
     assert caplog.messages[-1] == command
 
 
+def test_a_run_that_another_learner_stops_is_not_over(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    with start(tmp_path) as run:
+        run._group = Alone()
+        run._group.exchange = types.SimpleNamespace(num_batches=1, has_to_stop=True)
+        record(run)
+    assert read_meta(tmp_path / "run")["status"] == "stopped by another learner"
+    assert run.exit_status == 0 and "To go on" in caplog.text
+
+
+def test_a_signal_after_the_last_step_does_not_make_it_unfinished(tmp_path):
+    with start(tmp_path, f"{CPU_ONLY} --total_steps 100") as run:
+        record(run)
+        run._signals.first = signal.SIGTERM
+    assert read_meta(tmp_path / "run")["status"] == "ended" and run.exit_status == 0
+
+
 @pytest.mark.parametrize("error", [EnvError("all actors died"), RuntimeError("out of luck")])
 def test_an_error_is_in_meta_and_an_environments_is_saved(tmp_path, error):
     with pytest.raises(type(error)):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's folder: its lock, meta.json, `latest`, logs, a full disk, Weights & Biases."""
 
+import errno
 import importlib.metadata
 import json
 import logging
@@ -213,6 +214,25 @@ def test_a_run_whose_folder_was_moved_ends(tmp_path, open_folder, caplog):
     folder.close("ended")
     assert [row["step"] for row in read_rows(tmp_path / "moved")] == ["1"]
     assert "Cannot write into meta.json" in caplog.text
+
+
+def test_a_log_that_was_renamed_goes_on_in_a_new_file(tmp_path, open_folder, caplog):
+    folder = open_folder(parse(tmp_path))
+    folder.log(1, {"loss": 0.5}, "one")
+    (folder.path / "logs.csv").rename(folder.path / "logs.csv.old")
+    folder.log(2, {"loss": 0.25}, "two")
+    assert [(row["step"], row["loss"]) for row in read_rows(folder.path)] == [("2", "0.25")]
+    assert "logs.csv was renamed or removed: its rows go on in a new file" in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_told(tmp_path, open_folder, monkeypatch, caplog, number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    open_folder(parse(tmp_path))
+    assert f"{tmp_path / 'run'} is on a file system without locks" in caplog.text
 
 
 def test_wandb_gets_the_same_metrics_and_resumes(tmp_path, open_folder, monkeypatch):
