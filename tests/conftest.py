@@ -36,6 +36,14 @@ def pytest_runtest_makereport():
     return report
 
 
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory):
+    """Programs that are killed leave sockets, and torchrun its logs, where pytest removes them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.getbasetemp()))
+        yield
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A folder that holds a megabyte: a file system of its own, which only root can make."""

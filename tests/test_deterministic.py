@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--deterministic: runs with one seed are the same, to the last bit of every weight."""
+"""Runs with one seed: the same with --deterministic; a resumed run plays other games."""
 
 import shutil
 
@@ -8,9 +8,13 @@ import torch
 from catch import monobeast
 from program import ROOT, column, load, read_rows, run, split_words
 
+import dqn
 import gala
 import ppo
+import sac
 from beast.errors import FlagError
+from beast.processes import fork_server
+from beast.runs import checkpoint
 from beast.runs.run import LOG_UPDATES
 
 # What may differ from run to run: what a clock says, and how things stand at a moment.
@@ -98,3 +102,42 @@ def test_evaluations_beside_it_are_refused_at_once(program, arguments, tmp_path)
     with pytest.raises(FlagError, match="--eval_interval .* leave out one of them"):
         program.main([*where, "--deterministic", *arguments, "--eval_interval", "1000"])
     assert not list(tmp_path.iterdir())
+
+
+class Begun(Exception):
+    """Ends a run where it would begin to play."""
+
+
+@pytest.mark.parametrize("step", [0, 500])
+@pytest.mark.parametrize(
+    ("program", "env", "function", "place"),
+    [
+        (monobeast, "Catch", "Actors", 4),
+        (dqn, "CartPole-v1", "Actors", 4),
+        (gala, "CartPole-v1", "Agents", 6),
+        (ppo, "CartPole-v1", "draw_seeds", 2),
+        (sac, "Pendulum-v1", "draw_seeds", 2),
+    ],
+)
+def test_a_resumed_run_does_not_play_the_same_games_again(
+    monkeypatch, tmp_path, program, env, function, place, step
+):
+    """Seeds of environments depend on the step at which the run goes on."""
+    found = []
+
+    def begin(*arguments):
+        numbers = arguments[0] if function == "draw_seeds" else arguments
+        found.append(numbers[place])
+        raise Begun
+
+    def resume(flags, learner):
+        learner.stats["step"] = step
+
+    monkeypatch.setattr(checkpoint, "resume", resume)
+    for module in (fork_server, gala):
+        monkeypatch.setattr(module, "start_fork_server", lambda: None)
+    monkeypatch.setattr(program, function, begin)
+    arguments = f"--env {env} --disable_cuda --seed 1 --xpid run --savedir {tmp_path}"
+    with pytest.raises(Begun):
+        program.main(arguments.split())
+    assert found == [step]

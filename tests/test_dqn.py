@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """dqn.py against the definitions of its parts, and the program from the command line."""
 
+import contextlib
 import copy
 import math
 import os
 import signal
+import types
 
 import gymnasium as gym
 import numpy as np
@@ -14,10 +16,13 @@ from deadline import Thread
 from program import HELPERS, ROOT, Program, column, last_step, load, read_rows, run
 
 import dqn
+from beast.actors import rollout_buffers
+from beast.actors.weights import SharedWeights
 from beast.errors import FlagError
 from beast.learners import nets
 from beast.learners.replay import Replay
 from beast.learners.replay_feed import ReplayFeed, announce_refill, to_tensors
+from beast.nest import map_nest
 
 BOX, ACTIONS = gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(3)
 SCRIPT = HELPERS / "fast.py"
@@ -281,6 +286,81 @@ def test_epsilons_are_those_of_their_flags():
     assert not explored[:, 0].any()
     shares = torch.bincount(explored[:, 1], minlength=5) / 100_000
     assert shares.tolist() == pytest.approx([0.6, 0.2, 0.2, 0, 0], abs=0.01)
+
+
+def test_priorities_go_back_and_targets_follow_at_intervals():
+    flags = parse("--num_atoms 1 --target_interval 3 --batch_size 6")
+    (model, target), sample = create_nets(flags), make_sample(flags)
+    arrays = map_nest(torch.Tensor.numpy, sample._replace(handle=())._asdict())
+    drawn = sample._replace(**arrays | {"handle": sample.handle})
+    asked, updates = [], []
+    replay = types.SimpleNamespace(
+        sample=lambda *args: asked.append(args) or drawn, update=lambda *args: updates.append(args)
+    )
+    feed, optimizer = ReplayFeed(replay, 1.0, 0, 6, 0), dqn.create_optimizer(flags, model)[0]
+    expected = dqn.compute_loss(flags, model, target, sample)[2]
+    before = copy.deepcopy(target.state_dict())
+    dqn.learn(flags, model, target, feed, optimizer, 2, beta=0.5)
+    assert asked == [(6, 0.5)] * 2 and [handle for handle, _ in updates] == [sample.handle] * 2
+    np.testing.assert_allclose(updates[0][1], expected.numpy(), rtol=1e-6)
+    torch.testing.assert_close(target.state_dict(), before, rtol=0, atol=0)
+    dqn.learn(flags, model, target, feed, optimizer, 1, beta=0.5)
+    torch.testing.assert_close(target.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("clipping", "reward"), [("abs_one", 1.0), ("none", 4.0)])
+def test_the_replay_is_made_as_the_flags_say(clipping, reward):
+    arguments = f"--n_step 3 --discounting 0.5 --reward_clipping {clipping} --unroll_length 5"
+    arguments += " --replay_capacity 200 --envs_per_actor 1 --priority_exponent 0.5"
+    flags = parse(arguments)
+    _, (rows, outputs, state) = nets.create_net(dqn.Net, BOX, ACTIONS, **dqn.net_arguments(flags))
+    replay = dqn.create_replay(flags, rows, outputs, state, stack_size=1)
+    rollout = {name: np.zeros((41, *x.shape[2:]), x.numpy().dtype) for name, x in rows.items()}
+    rollout["reward"][:], rollout["done"][0] = 4, True
+    for i in range(8):
+        part = {name: x[5 * i : 5 * i + 6] for name, x in rollout.items()}
+        replay.append(0, part, state, first=i == 0)
+    sample = replay.sample(10)
+    assert (sample.returns == reward * (1 + 0.5 + 0.25)).all()
+    assert (sample.discounts == 0.5**3).all()
+    replay.update(sample.handle, np.full(10, 4.0))
+    assert (replay._tree.get(sample.handle.starts) == 4**0.5).all()
+
+
+class Explored(Exception):
+    """Ends an actor at its first exploration."""
+
+
+@pytest.mark.parametrize("actor", [0, 1])
+def test_each_actor_explores_with_its_environments_epsilons(monkeypatch, actor):
+    flags = parse("--use_lstm --envs_per_actor 2 --env CartPole-v1")
+    flags.precision = "fp32"
+    with contextlib.closing(dqn.create_env(flags)) as env:
+        spaces = env.observation_space, env.action_space
+    net, sample = nets.create_net(dqn.Net, *spaces, **dqn.net_arguments(flags))
+    buffers = rollout_buffers.create_buffers(flags, *sample)
+    buffers["exploration"] = torch.full((flags.num_buffers,), 0.5)
+    for name, dtype in (("environment", torch.int64), ("is_first", torch.bool)):
+        buffers[name] = torch.zeros(flags.num_buffers, dtype=dtype)
+    found = []
+
+    def explore(action, values, epsilon):
+        found.append(epsilon)
+        raise Explored
+
+    class FreeBuffers:
+        def __iter__(self):
+            return iter([np.array([0, 1])])
+
+        def beat(self):
+            pass
+
+    monkeypatch.setattr(dqn, "explore", explore)
+    with pytest.raises(Explored):
+        dqn.act(flags, actor, [1], FreeBuffers(), buffers, SharedWeights(net))
+    own = slice(2 * actor, 2 * actor + 2)
+    torch.testing.assert_close(found[0], (1 + dqn.final_epsilons(flags)[own]) / 2)  # half way
+    assert buffers["environment"][:2].tolist() == [2 * actor, 2 * actor + 1]
 
 
 class Feeding:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """sac.py against the definitions of its parts, and the program from the command line."""
 
+import contextlib
 import copy
 import itertools
 import math
@@ -18,6 +19,7 @@ from torch import nn
 
 import sac
 from beast.actors.weights import Version
+from beast.envs.parallel import ParallelEnvironments
 from beast.errors import FlagError
 from beast.learners.learner import Learner
 from beast.learners.nets import create_net
@@ -223,6 +225,63 @@ def test_flags_of_another_algorithm_are_refused():
     for algorithm in ("sac", "td3", "ddpg"):
         flags = parse(f"--algorithm {algorithm}")
         assert sac.resolve(flags, BOX, ACTIONS) == flags
+
+
+class Walk(gym.Env):
+    """Observes [id, episode, step, last action]; of 5 steps, every other episode is cut."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (4,))
+    action_space = gym.spaces.Box(-1, 1, (1,))
+    episode = -1
+
+    def reset(self, *, seed=None, options=None):
+        self.id = self.id if seed is None else seed
+        self.episode, self.count, self.last = self.episode + 1, 0, 0.0
+        return self._observe(), {}
+
+    def step(self, action):
+        self.count, self.last = self.count + 1, float(action[0])
+        is_over, is_cut = self.count == 5, self.episode % 2 == 1
+        return self._observe(), float(self.count), is_over and not is_cut, is_over and is_cut, {}
+
+    def _observe(self):
+        return np.array([self.id, self.episode, self.count, self.last], np.float32)
+
+
+class Constant(nn.Module):
+    """A net whose action is always 0.25."""
+
+    def __init__(self):
+        super().__init__()
+        self.action = nn.Parameter(torch.tensor(0.25))
+
+    def forward(self, inputs, agent_state):
+        return {"action": self.action.expand(*inputs["done"].shape, 1)}, agent_state
+
+
+def test_what_is_played_is_replayed_row_by_row():
+    flags = sac.parser.parse_args("--num_envs 3 --discounting 0.5 --seed 1".split())
+    spaces = Walk.observation_space, Walk.action_space
+    flags = sac.resolve(flags, *spaces)
+    _, (rows, _, state) = create_net(sac.Net, *spaces, **sac.net_arguments(flags))
+    feed = ReplayFeed(sac.create_replay(flags, rows, state), 1.0, 0, 8, 0)
+    with contextlib.closing(ParallelEnvironments(Walk, [11, 22, 33], 0, "test")) as environments:
+        steps = sac.play(flags, Constant(), environments, feed, num_random=30)
+        list(itertools.takewhile(lambda num_steps: num_steps < 300, steps))
+    sample = feed.replay.sample(2000)
+    (x, following), action = sample.rows["frame"], sample.actions[0, :, 0]
+    assert (x[:, 0] == np.array([11, 22, 33])[sample.handle.envs]).all()
+    assert np.unique(sample.handle, axis=1).shape[1] > 240  # places
+    np.testing.assert_array_equal(sample.returns[0], x[:, 2] + 1)
+    is_end = (x[:, 2] == 4) & (x[:, 1] % 2 == 0)
+    np.testing.assert_array_equal(sample.discounts[0], np.where(is_end, 0, 0.5))
+    goes_on = ~is_end  # as a cut episode, the last observation of which follows
+    np.testing.assert_array_equal(following[goes_on][:, :2], x[goes_on][:, :2])
+    np.testing.assert_array_equal(following[goes_on][:, 2], x[goes_on][:, 2] + 1)
+    np.testing.assert_array_equal(following[goes_on][:, 3], action[goes_on])
+    # Of the first 30 agent steps, 10 rows of each environment, actions are random.
+    is_random = sample.handle.starts < 10
+    assert ((action != 0.25) == is_random).all() and len(set(action[is_random])) > 10
 
 
 SMALL = "--learning_starts 100 --batch_size 32 --replay_ratio 32"

@@ -135,7 +135,36 @@ def test_no_thread_learns_after_the_last_step(monkeypatch, program):
     monkeypatch.setattr(program, "learn", lambda *_: {"steps": 1000.0})
     system = (None, None) if program is monobeast else (argparse.Namespace(queue=None),)
     version = learner.weights.version
-    replay = argparse.Namespace(mix=lambda batch: batch)
+    replay = argparse.Namespace(mix=lambda batch: batch, store=lambda *_: None)
     program.batch_and_learn(None, learner, *system, replay, run)
     assert run.updates == [({"steps": 1000.0}, batch)]
     assert learner.weights.version == version + 1
+
+
+class FakeReplay:
+    """Puts another batch in place of each; keeps the metrics of those that it is to store."""
+
+    def __init__(self, mixed):
+        self.mixed, self.stored = mixed, []
+
+    def mix(self, batch):
+        return self.mixed
+
+    def store(self, batch, metrics):
+        self.stored.append((batch, metrics))
+
+
+@pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: p.__name__)
+def test_what_the_replay_mixes_is_learned_from_and_stored(monkeypatch, program):
+    learner, mixed, calls = create(), create_batch(7), []
+    run = argparse.Namespace(stop=threading.Event(), record=lambda *_: None)
+    module = program.rollout_buffers if program is monobeast else program
+    monkeypatch.setattr(module, "read_batches", lambda *_: [create_batch()])
+    monkeypatch.setattr(program, "learn", lambda *args: calls.append(args) or {"steps": 1.0})
+    system = (None, None) if program is monobeast else (argparse.Namespace(queue=None),)
+    replay = FakeReplay(mixed)
+    program.batch_and_learn(None, learner, *system, replay, run)
+    ((_, model, rows, state, optimizer, group),) = calls
+    assert rows is mixed.rows and state is mixed.agent_state
+    assert (model, optimizer, group) == (learner.model, learner.optimizer, learner.group)
+    assert replay.stored == [(mixed, {"steps": 1.0})]

@@ -35,6 +35,7 @@ from beast.gossip.population import Population
 from beast.runs import checkpoint, evaluate, statistics
 from beast.runs.background_evaluation import BackgroundEvaluation
 from beast.runs.run import FlagError
+from libtorchbeast.rows import draw_seeds
 
 PROGRAMS = {"monobeast": monobeast, "polybeast": polybeast, "ppo": ppo, "gala": gala}
 
@@ -224,6 +225,19 @@ def test_games_are_the_same_with_a_seed_and_results_are_written(name, tmp_path, 
     reading = Thread(pipe.read_text)
     run_test(name, words, "--num_episodes 2 --result_file", pipe)
     assert json.loads(reading.result())["step"] == 1234
+
+
+@pytest.mark.parametrize(("words", "samples"), [("", True), ("--greedy", False)])
+def test_a_test_samples_unless_greedy_in_games_of_its_own(tmp_path, monkeypatch, words, samples):
+    found = []
+
+    def play(environments, model, num_games):
+        found.append((model.training, environments.seeds))
+        return [(1.0, 9)] * num_games
+
+    monkeypatch.setattr(evaluate, "play", play)
+    run_test("monobeast", make_run("monobeast", tmp_path, "--env", "Catch"), words, "--seed 3")
+    assert found == [(samples, draw_seeds([3, 2**31], 8))]  # no actor of training has this number
 
 
 class Painter(Catch):
