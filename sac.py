@@ -375,8 +375,10 @@ def play_and_learn(flags, learner, target_model, environments, feed, run):
                 feed.count_update()
                 updates.append(diagnostics.to_floats(update))
                 if not (is_finite := diagnostics.is_finite(updates[-1])):
-                    updates = updates[-1:]
                     break
+            if not is_finite and len(updates) > 1:  # those before it are none in a row with it
+                run.record(diagnostics.means(updates[:-1]) | {"steps": 0})
+                updates = updates[-1:]
             if step % RECORD_STEPS == 0 or not is_finite:
                 learner.publish()
                 steps, batch = feed.take_batch()

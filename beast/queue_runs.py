@@ -142,7 +142,7 @@ class QueuedRun:
         self.savedir = pathlib.Path(value_of("savedir", command) or SAVEDIR).expanduser()
         self.folder = self.savedir / (self.xpid or "")
         self.out = self.savedir / "queue" / f"{self.xpid}.out"
-        self.process = self.slot = self._end_time = None
+        self.process = self.slot = self.meta_before = self._end_time = None
 
     @property
     def meta(self):
@@ -175,6 +175,7 @@ class QueuedRun:
             os.sched_setaffinity(0, slot.cores)
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # ends the run if the queue is killed
 
+        meta = self.meta
         gpus = {} if slot.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)}
         self.out.parent.mkdir(parents=True, exist_ok=True)
         with open(self.out, "ab") as file:
@@ -183,7 +184,7 @@ class QueuedRun:
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                 process_group=0,  # Ctrl-C is for the queue, which passes it on
             )  # fmt: skip
-        self.slot = slot
+        self.slot, self.meta_before = slot, meta
 
     def send(self, number):
         """Send a signal to all processes of the run; return whether there are any."""
@@ -307,7 +308,9 @@ class Queue:
         self._running.remove(run)
         self._free.append(run.slot)
         code, status = run.process.returncode, "ended"
-        if self.signals and run.meta.get("status") != "ended":  # with any exit status
+        said = str(run.meta.get("status")) if run.meta != run.meta_before else ""
+        # With any exit status: torchrun is given a 0, or else would start it again.
+        if (self.signals and said != "ended") or (code == 0 and said.startswith("stopped")):
             status = "stopped"
         elif code != 0:
             status = f"failed ({signal.Signals(-code).name if code < 0 else code})"

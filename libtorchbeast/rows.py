@@ -41,7 +41,7 @@ DTYPES = {
     "game_step": np.int32,
     "last_action": np.int64,
 }
-MAX_REWARD = float(np.finfo(np.float32).max)
+MAX_FLOAT = float(np.finfo(np.float32).max)
 MAX_STEPS = np.iinfo(np.int32).max  # of an episode or a game that a row can have
 
 
@@ -145,7 +145,7 @@ class Rows:
 
 
 def _clamp(total):
-    return max(-MAX_REWARD, min(MAX_REWARD, total))
+    return max(-MAX_FLOAT, min(MAX_FLOAT, total))
 
 
 def read_step(reward, terminated, truncated, info):
@@ -163,7 +163,7 @@ def read_step(reward, terminated, truncated, info):
         number = float(number)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"the reward is {reward!r:.100}: {error}") from None
-    if not abs(number) <= MAX_REWARD:
+    if not abs(number) <= MAX_FLOAT:
         raise ValueError(f"the reward is {number}; it must be finite, as a float32")
     if not isinstance(info, dict):
         raise ValueError(f"info is the {type(info).__name__} {info!r:.100}; it must be a dict")
@@ -237,13 +237,16 @@ def write_observation(target, i, observation, source, path="observation"):
                 f"{path} is {array.dtype}{list(array.shape)}, but should be "
                 f"{target.dtype}{list(target.shape[1:])}, {source}{hint}"
             )
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise ValueError(f"{path} has numbers that are not finite")
-        if array.dtype == np.float64 and not (abs(array) <= MAX_REWARD).all():
-            raise ValueError(f"{path} has numbers that are not finite as float32, which nets take")
+        if array.dtype.kind == "f" and not are_finite(array).all():
+            raise ValueError(f"{path} has numbers that are not finite (as float32)")
         target[i] = array
         if isinstance(observation, int) and target.dtype.kind in "iu" and target[i] != observation:
             raise ValueError(f"{path} is {observation}, which is no {target.dtype}, {source}")
+
+
+def are_finite(array):
+    """Return which floats of an array are finite, also as float32, in which nets take them."""
+    return np.isfinite(array) if array.itemsize <= 4 else abs(array) <= MAX_FLOAT
 
 
 def _describe_keys(observation, target):

@@ -179,6 +179,15 @@ def test_an_environment_that_hangs_before_it_is_served_is_told(tmp_path):
 
 
 @pytest.mark.whole
+def test_one_hanging_environment_does_not_end_the_others(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    arguments = f"--env Failing-reset@{tmp_path}/marker --num_servers 2 --stall_timeout_s 2"
+    with Program(CATCH, arguments, f"--server_address {address}") as program:
+        wait_for_servers(program, f"{address}.0", f"{address}.1")
+        assert "and so was killed" in program.output
+
+
+@pytest.mark.whole
 def test_what_cannot_be_served_ends_it_with_a_reason(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]  # that of the second server

@@ -240,9 +240,12 @@ def test_the_command_in_the_docs_makes_six_runs(capsys, monkeypatch, four_cores)
     block = re.search(r"^python -m beast.queue_runs(?:.*\\\n)*.*", DOCS.read_text(), re.M)[0]
     words = shlex.split(block.replace("\\\n", " "))[3:]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    gpus = re.search(r"`--gpus_per_run 1` \(`(.+)`\)", DOCS.read_text())[1].split()
+    queue_runs.main(["--dry_run", "--gpus_per_run", "1", *gpus, *words])
+    assert "slot 1: cores 6,7, GPUs 0" in capsys.readouterr().out
     queue_runs.main(["--dry_run", *words])
     *slots, one, two, three, four, five, six = capsys.readouterr().out.splitlines()
-    assert slots == ["slot 0: cores 3,4, GPUs 0", "slot 1: cores 6,7, GPUs 0"]
+    assert slots == ["slot 0: cores 3,4", "slot 1: cores 6,7"]
     names = []
     for line in (one, two, three, four, five, six):
         _, python, script, *arguments = shlex.split(line)
@@ -356,6 +359,14 @@ def test_ended_runs_are_skipped_and_others_are_resumed(queue, read, tmp_path):
     assert rows["r1"]["status"] == "skipped" and rows["r1"]["start"].startswith("2026-01-02")
     assert rows["x"]["status"] == "lost" and rows["other"]["status"] == "ended"
     assert list(rows) == "other x r1 r2 r3 r4 r5 r6".split()  # of an earlier queue, too
+
+
+def test_a_run_that_another_learner_has_stopped_is_not_over(queue, read, tmp_path):
+    meta = '{"status": "stopped by another learner"}'
+    body = f"(folder / 'r1').mkdir()\n(folder / 'r1' / 'meta.json').write_text({meta!r})"
+    with queue(body, ONE_SLOT, "r{n=1}") as program:
+        status, output = program.end()
+    assert status == 1 and read.statuses() == {"r1": "stopped"}, output
 
 
 WAIT = 'wait_for("go")'

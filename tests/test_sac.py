@@ -315,16 +315,18 @@ def test_updates_that_are_not_finite_are_counted_one_by_one(monkeypatch):
             return 8
 
     class FakeRun(types.SimpleNamespace):
-        def record(self, metrics, batch, is_update):
-            records.append((math.isfinite(metrics["total_loss"]), set(batch.cpu_rows)))
+        def record(self, metrics, batch=None, is_update=True):
+            names = set(batch.cpu_rows) if batch else None
+            records.append((math.isfinite(metrics["total_loss"]), names))
 
     monkeypatch.setattr(sac, "play", lambda *args: range(2 * sac.RECORD_STEPS + 1))
     run = FakeRun(first_step=0, stop=threading.Event(), follow=iter)
     feed = Feed(Drawn(), ratio=32.0, learning_starts=0, rows_per_update=8, slack=0)
     sac.play_and_learn(flags, learner, target, None, feed, run)
-    # After the updates of steps 0, 1 and 10, in which an update was skipped, and every 20 steps.
-    assert [finite for finite, _ in records] == [True, False, False, True, True]
-    assert ["sample.frame" in names for _, names in records] == [False, True, True, False, False]
+    # Of the steps 0, 1, 10, 20 and 40; at 1 and 10 those before one that was skipped, and that.
+    assert [finite for finite, _ in records] == [True, True, False, True, False, True, True]
+    has_sample = [bool(names) and "sample.frame" in names for _, names in records]
+    assert has_sample == [False, False, True, False, True, False, False]
 
 
 def test_a_run_that_would_end_before_its_first_update_is_refused():

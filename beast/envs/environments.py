@@ -60,7 +60,7 @@ def try_out(environments, flags=None, num_steps=10):
     random = np.random.default_rng(0)
     environments.watched_steps = num_steps + 1
     space, num_envs = environments.action_space, environments.num_envs
-    with watched(f"{environments.name}: trying it out"):
+    with watched(f"tries out {environments.name}", getattr(flags, "stall_timeout_s", 60)):
         row = environments.initial()
         for _ in range(num_steps):
             environments.step(random_actions(space, num_envs, random, environments.row["frame"]))
@@ -100,7 +100,7 @@ class Environments:
         try:
             for i in range(num_envs):
                 try:
-                    with watched(f"{name} {i}: creating it"):
+                    with watched(f"creates environment {i} of {name}"):
                         self.envs.append(create_env())
                 except Exception as error:
                     hint = ""
@@ -123,6 +123,7 @@ class Environments:
             last_action=empty_actions(self.action_space, num_envs),
         )
         self.row = self._rows.row
+        self._has_told_of_game = False
         self._steps = [0] * num_envs  # calls of step so far, for error messages
         # Rows that are still compared with the bounds of their space. Of processes only the first
         # one of each parent (its name ends in -1 or :1) does so, or each would warn.
@@ -266,11 +267,11 @@ class Environments:
             logging.warning("%s", self._error(i, what))
 
     def _warn_of_game(self, i):
-        if not count_games(self.envs[i]):
-            self.watched_steps = 0
+        if not self._has_told_of_game and not count_games(self.envs[i]):
+            self._has_told_of_game = True
             what = "info['game_over'] is False at the end of an episode, which so counts as a part "
             what += "of a game: if it means another thing here, have a wrapper remove it"
-            logging.warning("%s", self._error(i, what))
+            logging.info("%s", self._error(i, what))
 
     def _wrapper_number(self, name, default):
         try:

@@ -31,7 +31,7 @@ from beast.envs.spaces import (
     empty_observation,
 )
 from beast.errors import EnvError, FlagError
-from libtorchbeast.rows import Rows, draw_seeds
+from libtorchbeast.rows import Rows, are_finite, draw_seeds
 from libtorchbeast.spaces import spaces_to_json
 
 NO_LIMIT = 2**31 - 1  # steps, as EnvPool writes it
@@ -220,9 +220,10 @@ class EnvPoolEnvironments:
             for key, part in target.items():
                 self._write(part, source[key], columns)
             return
-        if source.dtype.kind == "f" and not np.isfinite(source).all():
-            i = int(np.isfinite(source).reshape(len(source), -1).all(axis=1).argmin())
-            raise self._error(columns[i], "the observation has numbers that are not finite")
+        if source.dtype.kind == "f" and not (finite := are_finite(source)).all():
+            i = int(finite.reshape(len(source), -1).all(axis=1).argmin())
+            what = "the observation has numbers that are not finite (as float32)"
+            raise self._error(columns[i], what)
         target[columns] = source.reshape(len(columns), *target.shape[1:])
 
     def _check_actions(self, actions, ended):

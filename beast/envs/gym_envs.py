@@ -11,6 +11,8 @@ from beast.envs.atari_games import is_game, is_spec_of_game  # noqa: F401 - prog
 from beast.envs.spaces import ACTION_MASK
 from beast.errors import FlagError
 
+masks_in_info = {}  # whether info has an action mask, by ids of environments with Discrete actions
+
 
 def create(flags):
     """Return the environment that is registered as flags.env.
@@ -23,13 +25,21 @@ def create(flags):
         from minatar.gym import register_envs
 
         register_envs()
-    in_info = has_mask_in_info(flags.env)  # before: two at once may not be possible
     env = _make(flags.env, flags.render_mode)
     if is_spec_of_game(env.spec):  # which is_game does not know by this name
         raise FlagError(f"{flags.env} is ale-py's {env.spec.id}: give --env {env.spec.id}")
+    has_mask = ACTION_MASK in getattr(env.observation_space, "spaces", ())
+    may_have_one = isinstance(env.action_space, gym.spaces.Discrete) and not has_mask
+    if may_have_one and flags.env not in masks_in_info:
+        # Another copy plays, since the first reset of each is to be with its own seed. This one is
+        # closed before: some environments can exist only once.
+        with contextlib.closing(env):
+            result = env.reset(seed=0)
+        masks_in_info[flags.env] = isinstance(result, tuple) and ACTION_MASK in result[-1]
+        env = _make(flags.env, flags.render_mode)
     if flags.observation_keys:
         env = _keep(env, read_keys(env, flags.observation_keys))
-    return ObserveMask(env) if in_info else env
+    return ObserveMask(env) if may_have_one and masks_in_info[flags.env] else env
 
 
 def _make(env_id, render_mode):
@@ -43,21 +53,6 @@ def _make(env_id, render_mode):
         if render_mode is not None:
             raise FlagError(f"{env_id} cannot be rendered: it takes no render_mode") from None
         return make(render_mode=None)
-
-
-@functools.cache
-def has_mask_in_info(env_id):
-    """Return whether info has a mask of Discrete actions, and the observation none.
-
-    Another copy is asked, since the first reset of each that plays is to be with its own seed.
-    """
-    with contextlib.closing(_make(env_id, None)) as env:
-        if not isinstance(env.action_space, gym.spaces.Discrete):
-            return False
-        if ACTION_MASK in getattr(env.observation_space, "spaces", ()):
-            return False
-        result = env.reset(seed=0)
-        return isinstance(result, tuple) and ACTION_MASK in result[-1]
 
 
 def read_keys(env, text):

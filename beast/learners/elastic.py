@@ -52,7 +52,9 @@ QUORUM_TIMEOUT = JOIN_TIMEOUT + 5  # seconds for an answer of the lighthouse
 # Consecutive failed exchanges after which a learner ends; a newcomer sooner, so that one whom the
 # others cannot reach does not end them.
 MAX_FAILURES, NEWCOMERS_FAILURES = 20, 5
-HEAL_TIMEOUT = 300  # seconds in which a newcomer must have fetched the weights of another learner
+# Seconds after which a newcomer that has stopped to fetch a tensor is dropped, and after which all
+# weights must have been fetched: so long the learner that gives them may wait.
+HEAL_TIMEOUT, LONGEST_HEAL = 60, 180
 # Flags about a machine, in which learners of one policy may differ.
 OWN_FLAGS = (
     "env", "savedir", "seed", "rank", "num_actors", "num_servers", "server_addresses",
@@ -240,7 +242,7 @@ class ElasticGroup:
             return self._manager.should_commit()
         except TimeoutError:  # this learner is the source of a newcomer's weights
             raise EnvError(
-                f"another learner has not fetched the weights within {HEAL_TIMEOUT} s: is its "
+                f"another learner has not fetched the weights within {LONGEST_HEAL} s: is its "
                 "network that slow, or was it stopped?"
             ) from None
 
@@ -257,7 +259,8 @@ class ElasticGroup:
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         timeout, host = datetime.timedelta(seconds=TIMEOUT), socket.gethostname()
         sum_timeout = datetime.timedelta(seconds=SUM_TIMEOUT)
-        heal_timeout = datetime.timedelta(seconds=HEAL_TIMEOUT)
+        transport = HTTPTransport(datetime.timedelta(seconds=HEAL_TIMEOUT), num_chunks=0)
+        transport._checkpoint_lock.timeout = LONGEST_HEAL  # else that would be the same
         try:
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
             self._store.set("facts", json.dumps(self._facts))  # for ask_others
@@ -268,7 +271,7 @@ class ElasticGroup:
                 min_replica_size=1,
                 use_async_quorum=False,
                 timeout=timeout,
-                checkpoint_transport=HTTPTransport(heal_timeout, num_chunks=0),
+                checkpoint_transport=transport,
                 quorum_timeout=datetime.timedelta(seconds=QUORUM_TIMEOUT),
                 connect_timeout=sum_timeout,
                 rank=0,

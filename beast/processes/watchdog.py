@@ -7,6 +7,7 @@ SIGUSR1 to a program prints the Python stacks of all its threads and processes.
 import contextlib
 import faulthandler
 import logging
+import multiprocessing
 import os
 import pathlib
 import signal
@@ -127,7 +128,13 @@ class Watchdog:
 
 @contextlib.contextmanager
 def watched(what, timeout_s=60):
-    """Context manager around what may hang before a run and its watchdog are there."""
+    """Context manager around what may hang before a run and its watchdog are there.
+
+    In children it does nothing: their parents watch them.
+    """
+    if multiprocessing.parent_process() is not None:
+        yield
+        return
     watchdog = Watchdog(timeout_s)
     watchdog.beat(what)
     try:

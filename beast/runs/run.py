@@ -190,13 +190,16 @@ class Run:
         with self._learner.lock:
             try:
                 saved, own = checkpoint.load(self._flags), self._learner.step
-            except FlagError:  # it is damaged, and will be replaced
+            except FlagError as error:  # it is damaged, and will be replaced
+                if isinstance(error.__context__, OSError):  # which may not last
+                    raise
                 return
             if saved is None or saved["step"] <= own:
                 return
             if self._group.size > 1:  # the other one has taken this learner's weights
                 raise FlagError(f"the checkpoint is of step {saved['step']:,}, this of {own:,}")
             checkpoint.resume(self._flags, self._learner)
+            self._group.share_state(self._learner)
             self._learner.publish()
             logging.info("Resuming again, at step %s, where others ended", f"{saved['step']:,}")
 
@@ -251,9 +254,9 @@ class Run:
         if diagnostics.is_finite(update):
             self._learner.stats["skipped_in_a_row"] *= not is_update
             self._updates.append({k: v for k, v in update.items() if k != "steps"})
+            self._num_updates += is_update
         else:
             self._skip(update, batch)
-        self._num_updates += is_update
         if self._flags.write_profiler_trace and is_update:
             self._profiler.count_update()
         if self._group.exchange.has_to_stop and not self._signals.first:

@@ -171,8 +171,9 @@ class ServerProcesses:
                         logging.info("serving on %s", self._addresses[child.number])
                     else:
                         logging.info("%s plays for %s", child.name, message[1])
-                elif self._has_served[child.number] or not (
-                    self._addresses[child.number] or child.failure
+                # One that was killed, for silence, say, may have had bad luck, unless none serves.
+                elif self._has_served[child.number] or (
+                    not child.failure and (any(self._has_served) or not any(self._addresses))
                 ):
                     self.supervisor.restart(child)
                 else:

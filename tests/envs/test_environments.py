@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of Gymnasium environments, stepped one after the other: beast/envs/environments.py."""
 
+import logging
 import multiprocessing
 import re
 import traceback
@@ -14,7 +15,7 @@ from catch_env import Catch, Counter
 from beast.envs.environments import Environments, try_out
 from beast.errors import EnvError, FlagError, format_cause
 from beast.nest import map_nest
-from libtorchbeast.rows import MAX_REWARD, MAX_STEPS, Rows, draw_seeds, write_observation
+from libtorchbeast.rows import MAX_FLOAT, MAX_STEPS, Rows, draw_seeds, write_observation
 
 DISCRETE = gym.spaces.Discrete(3, start=-1)
 MULTI_DISCRETE = gym.spaces.MultiDiscrete([2, 3], start=[0, -1])
@@ -99,7 +100,7 @@ def test_more_steps_than_a_row_can_hold_are_no_error():
 
 
 def test_sums_of_the_largest_rewards_are_finite():
-    for reward in (MAX_REWARD, -MAX_REWARD):
+    for reward in (MAX_FLOAT, -MAX_FLOAT):
         rows = Rows(1)
         for _ in range(3):
             rows.step(0, reward, False, False, False)
@@ -182,6 +183,8 @@ def test_whole_games_are_added_up_over_lives(truncates):
 
 @pytest.mark.parametrize("counts", [False, True])
 def test_a_game_over_of_another_meaning_is_told_once(caplog, counts):
+    caplog.set_level(logging.INFO)
+
     def over(observation, reward, terminated, truncated, info):
         return observation, reward, terminated, truncated, info | {"game_over": False}
 
@@ -195,16 +198,17 @@ def test_a_game_over_of_another_meaning_is_told_once(caplog, counts):
     assert caplog.text.count("info['game_over'] is False at the end") == (not counts)
 
 
-def test_a_float64_beyond_float32_is_refused():
+@pytest.mark.parametrize("dtype", ["<f8", ">f8"])
+def test_a_float64_beyond_float32_is_refused(dtype):
     def large(observation, *rest):
-        return observation.astype(float) * 1e39, *rest
+        return (observation.astype(float) * 1e39).astype(dtype), *rest
 
     def create():
         env = Changed(large)
         env.observation_space = gym.spaces.Box(-1e300, 1e300, (2,), np.float64)
         return env
 
-    with pytest.raises(EnvError, match="not finite as float32"):
+    with pytest.raises(EnvError, match=r"not finite \(as float32\)"):
         try_out(Environments(create, 1, 0))
 
 

@@ -421,7 +421,8 @@ def test_errors_name_the_environments():
         envs._pool.step = spoil
         with pytest.raises(EnvError) as error:
             envs.step(np.array([0, 1]))
-        assert str(error.value) == f"{where}5: the observation has numbers that are not finite"
+        what = "the observation has numbers that are not finite (as float32)"
+        assert str(error.value) == f"{where}5: {what}"
 
 
 def test_without_envpool_a_line_says_how_to_install_it(monkeypatch):

@@ -39,7 +39,7 @@ BOX = Box(-1, 1, (3,))
 def create(monkeypatch, space, info=(), keys=None, action_space=None, render_mode=None):
     arguments = {"space": space, "info": dict(info), "action_space": action_space or Discrete(4)}
     monkeypatch.setattr(gym.registry["Any-v0"], "kwargs", arguments)
-    gym_envs.has_mask_in_info.cache_clear()
+    gym_envs.masks_in_info.clear()
     return gym_envs.create(
         types.SimpleNamespace(env="Any-v0", render_mode=render_mode, observation_keys=keys)
     )
@@ -119,6 +119,7 @@ def test_no_two_copies_are_alive_at_once(monkeypatch):
     monkeypatch.setattr(gym.registry["Any-v0"], "entry_point", Single)
     create(monkeypatch, BOX, {"action_mask": np.ones(4)}).close()
     create(monkeypatch, BOX).close()
+    create(monkeypatch, BOX, action_space=Box(-1, 1, (2,))).close()
     assert Single.alive == 0
 
 

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -337,6 +338,19 @@ def test_a_late_learner_resumes_what_the_others_have_saved(tmp_path, take_part, 
         run._take_folder()
         assert run._learner.step == 500 and "Resuming again, at step 500" in caplog.text
     assert load(tmp_path / "run" / "model.tar")["step"] == 500
+
+
+def test_a_late_learner_replaces_nothing_that_it_cannot_read(
+    tmp_path, take_part, monkeypatch, caplog
+):
+    with take_part(tmp_path, rank=0) as run, monkeypatch.context() as patch:
+        save(parse(tmp_path), num_updates=5)
+        patch.setattr(torch, "load", mock.Mock(side_effect=OSError("Input/output error")))
+        run._take_folder()
+        assert f"{CANNOT_WRITE}cannot read the checkpoint" in caplog.text
+        patch.undo()
+        run._take_folder()
+        assert run._learner.step == 500
 
 
 def test_a_late_group_does_not_take_over_a_newer_checkpoint(tmp_path, take_part, caplog):

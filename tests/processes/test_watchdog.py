@@ -3,6 +3,7 @@
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import pathlib
 import re
@@ -19,7 +20,7 @@ from program import HELPERS, ROOT, Program, last_step, wait_until
 from small_run import create_learner, parse
 
 from beast.processes import watchdog
-from beast.processes.watchdog import Lookout, Watchdog
+from beast.processes.watchdog import Lookout, Watchdog, watched
 from beast.runs import run
 from beast.servers.server_processes import ServerProcesses
 
@@ -177,6 +178,15 @@ hold_the_interpreter()
         wait_until(lambda: pathlib.Path(f"/proc/{process.pid}/stat").read_text().split()[2] == "S")
         process.send_signal(signal.SIGUSR1)
         assert "in hold_the_interpreter" in process.communicate(timeout=60)[1]
+
+
+def test_what_hangs_before_a_run_is_logged_in_the_main_process(monkeypatch, caplog):
+    with watched("creates it", 0.1):
+        wait_until(lambda: messages(caplog, "MainThread has been silent for .* s: it creates it"))
+    assert not any(thread.name == "watchdog" for thread in threading.enumerate())
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: "a parent, which watches it")
+    with watched("tries it out", 0.1):
+        assert not any(thread.name == "watchdog" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("where", ["full", "closed"])

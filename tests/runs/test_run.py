@@ -209,7 +209,7 @@ def test_a_run_that_another_learner_stops_is_not_over(tmp_path, caplog):
     assert run.exit_status == 0 and "To go on" in caplog.text
 
 
-def test_a_signal_after_the_last_step_does_not_make_it_unfinished(tmp_path):
+def test_a_signal_after_the_last_step_leaves_the_run_ended(tmp_path):
     with start(tmp_path, f"{CPU_ONLY} --total_steps 100") as run:
         record(run)
         run._signals.first = signal.SIGTERM
@@ -240,6 +240,19 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(tmp_path, caplog):
     row = read_rows(tmp_path / "run")[-1]
     assert row["skipped_updates"] == "1" and row["step"] == "200" and row["total_loss"] == "0.5"
     assert "grad_norm" not in row
+
+
+def test_skipped_updates_make_nothing_healthy(tmp_path, monkeypatch):
+    counts = []
+    with start(tmp_path) as run:
+        monkeypatch.setattr(run._diagnostics, "text", lambda _, count: counts.append(count) or "ok")
+        record(run)
+        run.tick()
+        record(run, UPDATE | {"grad_norm": float("nan")})
+        with run._learner.lock:
+            run.record({"steps": 1}, create_batch(), is_update=False)
+        run.tick()
+    assert counts == [1, 0, 0]
 
 
 def test_updates_that_stay_not_finite_end_the_run(tmp_path):
