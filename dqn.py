@@ -44,7 +44,7 @@ from beast.actors.actors import Actors
 from beast.actors.collect import INPUTS
 from beast.actors.weights import SharedWeights
 from beast.envs import gym_envs
-from beast.envs.environments import Environments, create_environments, try_out
+from beast.envs.environments import create_environments, sample_environment
 from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
 from beast.learners import devices, nets, replay_feed
@@ -558,27 +558,24 @@ def create_replay(flags, rows, outputs, state, stack_size):
     if flags.use_lstm:
         example |= {name: outputs[name] for name in ANSWER_KEYS}
     priority = functools.partial(initial_priorities, flags) if flags.use_lstm else None
-    try:
-        return Replay(
-            map_nest(torch.Tensor.numpy, example),
-            map_nest(torch.Tensor.numpy, state),
-            flags.replay_capacity,
-            flags.num_actors * flags.envs_per_actor,
-            flags.unroll_length,
-            sequence_length=flags.burn_in + flags.sequence_length,
-            n_step=flags.n_step,
-            discounting=flags.discounting,
-            stack_size=stack_size,
-            reward_limit=1 if flags.reward_clipping == "abs_one" else np.inf,
-            alpha=flags.priority_exponent,
-            initial_priority=priority,
-            seed=flags.seed,
-        )
-    except ValueError as error:
-        raise FlagError(f"--replay_capacity is {flags.replay_capacity:,}: {error}") from None
+    return Replay(
+        map_nest(torch.Tensor.numpy, example),
+        map_nest(torch.Tensor.numpy, state),
+        flags.replay_capacity,
+        flags.num_actors * flags.envs_per_actor,
+        flags.unroll_length,
+        sequence_length=flags.burn_in + flags.sequence_length,
+        n_step=flags.n_step,
+        discounting=flags.discounting,
+        stack_size=stack_size,
+        reward_limit=1 if flags.reward_clipping == "abs_one" else np.inf,
+        alpha=flags.priority_exponent,
+        initial_priority=priority,
+        seed=flags.seed,
+    )
 
 
-def resolve(flags, observation_space, action_space, frames_per_step=1):
+def resolve(flags, action_space, frames_per_step=1):
     """Return the flags as this run uses them; refuse those that contradict each other."""
     flags = argparse.Namespace(**vars(flags) | {"frames_per_step": frames_per_step})
     nets.check_discrete(action_space)
@@ -613,14 +610,12 @@ def train(flags):
     """Train until all steps are made or a signal comes; return the exit status."""
     randomness.make_deterministic(flags)
     randomness.seed_generators([flags.seed])
-    sample = Environments(lambda: create_env(flags), 1, [flags.seed, 0], "the environment")
-    with contextlib.closing(sample):
-        try_out(sample, flags)
-        spaces = sample.observation_space, sample.action_space
-        # Of stacks the replay keeps the newest frame. Only those of atari_wrappers are sure to be
-        # made of the frames before.
-        stack_size = sample.stack_size if gym_envs.is_game(flags.env) else 1
-        flags = resolve(flags, *spaces, sample.frame_skip)
+    sample = sample_environment(flags, create_env)
+    spaces = sample.observation_space, sample.action_space
+    # Of stacks the replay keeps the newest frame. Only those of atari_wrappers are sure to be
+    # made of the frames before.
+    stack_size = sample.stack_size if gym_envs.is_game(flags.env) else 1
+    flags = resolve(flags, sample.action_space, sample.frame_skip)
     model, (rows, outputs, state) = nets.create_net(Net, *spaces, **net_arguments(flags))
     replay = create_replay(flags, rows, outputs, state, stack_size)
     weights = SharedWeights(model)

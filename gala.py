@@ -36,7 +36,7 @@ import vtrace
 from beast.actors.collect import collect
 from beast.actors.weights import Version
 from beast.envs import gym_envs
-from beast.envs.environments import Environments, try_out
+from beast.envs.environments import sample_environment
 from beast.envs.parallel import ParallelEnvironments
 from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
@@ -44,7 +44,7 @@ from beast.gossip.agents import Agents
 from beast.gossip.population import AgentMemory, Consensus, Population, flatten, make_equal
 from beast.learners import devices, nets
 from beast.learners.learner import Learner, create_state, raise_squares
-from beast.nest import map_nest
+from beast.nest import leaves_of, map_nest
 from beast.parser import fraction, non_negative, positive
 from beast.processes.fork_server import start_fork_server
 from beast.processes.machine import count_cores, keep_freed_memory
@@ -148,9 +148,7 @@ class Net(nn.Module):
           A dict of policy_logits [T, N, A], baseline [T, N] and action [T, N] (sampled in training
           mode, else the most probable), and the state, which is ().
         """
-        parts = []
-        map_nest(parts.append, inputs["frame"])
-        T, N = parts[0].shape[:2]
+        T, N = next(leaves_of(inputs["frame"])).shape[:2]
         frame = map_nest(lambda x: x.flatten(0, 1), inputs["frame"])
         x = self.observations(frame)
         features = baseline_features = self.trunk(*x)
@@ -380,11 +378,10 @@ def check_flags(flags):
         raise FlagError(f"--agent is {flags.agent}, but --num_agents is {flags.num_agents}")
 
 
-def resolve(flags, observation_space, action_space, frames_per_step):
+def resolve(flags, action_space, frames_per_step):
     """Return the flags as this run uses them; refuse action spaces that are not Discrete."""
     nets.check_discrete(action_space)
-    flags = argparse.Namespace(**vars(flags) | {"frames_per_step": frames_per_step})
-    return flags
+    return argparse.Namespace(**vars(flags) | {"frames_per_step": frames_per_step})
 
 
 def train(flags):
@@ -392,11 +389,9 @@ def train(flags):
     check_flags(flags)
     randomness.make_deterministic(flags)
     randomness.seed_generators([flags.seed])
-    sample = Environments(lambda: create_env(flags), 1, [flags.seed, 0], "the environment")
-    with contextlib.closing(sample):
-        try_out(sample, flags)
-        spaces = sample.observation_space, sample.action_space
-        flags = resolve(flags, *spaces, sample.frame_skip)
+    sample = sample_environment(flags, create_env)
+    spaces = sample.observation_space, sample.action_space
+    flags = resolve(flags, sample.action_space, sample.frame_skip)
     # The optimizers that step are those of the agents.
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
     net, (rows, outputs, _) = nets.create_net(Net, *spaces, **net_arguments(flags))

@@ -38,7 +38,7 @@ from beast.actors import rollout_buffers
 from beast.actors.actors import Actors
 from beast.actors.weights import SharedWeights
 from beast.envs import gym_envs
-from beast.envs.environments import create_environments, try_out
+from beast.envs.environments import create_environments, sample_environment
 from beast.flags import create_parser, parse_flags, run_program
 from beast.learners import devices, learner_group, nets, rollout_replay
 from beast.learners.learner import Learner
@@ -379,14 +379,12 @@ def train(flags):
     randomness.make_deterministic(flags)
     randomness.seed_generators([flags.seed, flags.rank])
 
-    sample = create_environments(flags, create_env, 1, [flags.seed, 0], "the environment")
-    with contextlib.closing(sample):
-        try_out(sample, flags)
-        spaces = sample.observation_space, sample.action_space
-        nets.check_discrete(sample.action_space)
-        model, (rows, outputs, state) = nets.create_net(Net, *spaces, **net_arguments(flags))
-        rollout_bytes = rollout_buffers.count_bytes(flags, rows, outputs, state)
-        flags = resolve(flags, sample.frame_skip, rollout_bytes)
+    sample = sample_environment(flags, create_env)
+    spaces = sample.observation_space, sample.action_space
+    nets.check_discrete(sample.action_space)
+    model, (rows, outputs, state) = nets.create_net(Net, *spaces, **net_arguments(flags))
+    rollout_bytes = rollout_buffers.count_bytes(flags, rows, outputs, state)
+    flags = resolve(flags, sample.frame_skip, rollout_bytes)
     device = devices.get_device(flags)
     devices.choose_precision(flags, model, [device, torch.device("cpu")])  # that of actors
     weights = SharedWeights(model)

@@ -371,8 +371,8 @@ def resolve(flags):
     """Return the flags as this run uses them; refuse those that contradict each other."""
     flags = argparse.Namespace(**vars(flags))
     device = devices.get_device(flags)
-    # num_servers, num_actors, envs_per_stream
-    machine.choose_servers(flags, has_gpu=device.type == "cuda")
+    if servers.starts_servers(flags):  # num_servers, num_actors, envs_per_stream
+        machine.choose_servers(flags, has_gpu=device.type == "cuda")
     servers.check_servers(flags)
     if (flags.max_learner_queue_size or flags.batch_size) < flags.batch_size:
         raise FlagError(

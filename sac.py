@@ -36,7 +36,7 @@ from torch import nn
 
 from beast.actors.weights import Version
 from beast.envs import gym_envs
-from beast.envs.environments import Environments, try_out
+from beast.envs.environments import sample_environment
 from beast.envs.parallel import EnvironmentGroups, check_groups
 from beast.errors import FlagError
 from beast.flags import create_parser, parse_flags, run_program
@@ -391,16 +391,13 @@ def play_and_learn(flags, learner, target_model, environments, feed, run):
 
 def create_replay(flags, rows, state):
     example = {name: map_nest(torch.Tensor.numpy, rows[name]) for name in REPLAY_KEYS}
-    try:
-        return Replay(
-            example, state, flags.replay_capacity, flags.num_envs, unroll_length=1,
-            discounting=flags.discounting, seed=flags.seed,
-        )  # fmt: skip
-    except ValueError as error:
-        raise FlagError(f"--replay_capacity is {flags.replay_capacity:,}: {error}") from None
+    return Replay(
+        example, state, flags.replay_capacity, flags.num_envs, unroll_length=1,
+        discounting=flags.discounting, seed=flags.seed,
+    )  # fmt: skip
 
 
-def resolve(flags, observation_space, action_space, frames_per_step=1):
+def resolve(flags, action_space, frames_per_step=1):
     """Return the flags as this run uses them; refuse those that contradict each other."""
     flags = argparse.Namespace(**vars(flags) | {"frames_per_step": frames_per_step})
     if not isinstance(action_space, gym.spaces.Box) or not action_space.is_bounded():
@@ -433,11 +430,9 @@ def resolve(flags, observation_space, action_space, frames_per_step=1):
 
 def train(flags):
     """Train until all steps are made or a signal comes; return the exit status."""
-    sample = Environments(lambda: create_env(flags), 1, [flags.seed, 0], "the environment")
-    with contextlib.closing(sample):
-        try_out(sample, flags)
-        spaces = sample.observation_space, sample.action_space
-        flags = resolve(flags, *spaces, sample.frame_skip)
+    sample = sample_environment(flags, create_env)
+    spaces = sample.observation_space, sample.action_space
+    flags = resolve(flags, sample.action_space, sample.frame_skip)
     randomness.make_deterministic(flags)
     randomness.seed_generators([flags.seed])
     model, (rows, _, state) = nets.create_net(Net, *spaces, **net_arguments(flags))

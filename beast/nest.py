@@ -9,3 +9,12 @@ def map_nest(function, nest, *others):
     if isinstance(nest, tuple):
         return tuple(map_nest(function, *leaves) for leaves in zip(nest, *others, strict=True))
     return function(nest, *others)
+
+
+def leaves_of(nest):
+    """Yield the leaves of a nest, in order."""
+    if not isinstance(nest, (dict, tuple)):
+        yield nest
+        return
+    for part in nest.values() if isinstance(nest, dict) else nest:
+        yield from leaves_of(part)

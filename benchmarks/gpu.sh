@@ -39,7 +39,7 @@ machine() {
   "$PYTHON" - <<'PYTHON'
 import importlib.metadata, platform, shutil, sys
 print(sys.executable, sys.version, *platform.libc_ver())
-for name in ("torch numpy gymnasium ale-py opencv-python-headless grpcio protobuf tqdm tensorboard "
+for name in ("torch numpy gymnasium ale-py opencv-python-headless grpcio protobuf tensorboard "
              "pytest pytest-timeout pytest-xdist pybind11 setuptools").split():
     found = [d.version for d in importlib.metadata.distributions(name=name)]
     print(name, *(found or ["is missing"]), end="; ")

@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 
 rm -rf gpu_packages build/wheel
 mkdir gpu_packages
-names='numpy|gymnasium|ale-py|grpcio|protobuf|tqdm|pytest|pytest-timeout|pytest-xdist'
+names='numpy|gymnasium|ale-py|grpcio|protobuf|pytest|pytest-timeout|pytest-xdist'
 # shellcheck disable=SC2046 # words
 "${PYTHON:-python3.12}" -m pip download --quiet --only-binary :all: --dest gpu_packages \
   $(grep -hoE "^($names)==[^ ]+" requirements*.txt)

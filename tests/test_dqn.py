@@ -31,7 +31,7 @@ SMALL = "--num_actors 2 --envs_per_actor 2 --learning_starts 200 --replay_capaci
 
 def parse(arguments=""):
     flags = dqn.parser.parse_args(["--disable_cuda", "--num_actors", "2", *arguments.split()])
-    return dqn.resolve(flags, BOX, ACTIONS)
+    return dqn.resolve(flags, ACTIONS)
 
 
 def create_nets(flags, seed=0):
@@ -444,7 +444,7 @@ def test_waits_for_the_other_side_end_when_closed():
 )  # fmt: skip
 def test_what_does_not_fit_together_is_refused(arguments, actions, message):
     with pytest.raises(FlagError, match=message):
-        dqn.resolve(dqn.parser.parse_args(arguments.split()), BOX, actions)
+        dqn.resolve(dqn.parser.parse_args(arguments.split()), actions)
 
 
 def test_a_resumed_run_without_steps_to_learn_from_is_told(caplog):
@@ -459,8 +459,8 @@ def test_a_resumed_run_without_steps_to_learn_from_is_told(caplog):
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [("--replay_capacity 1000000000000", r"replay_capacity is 1,000.* GiB, but .* GiB .* free"),
-     ("--use_lstm --replay_capacity 300", r"--replay_capacity is 300: .*at least \d+"),
+    [("--replay_capacity 1000000000000", r"replay_capacity 1,000.* GiB, but .* GiB .* free"),
+     ("--use_lstm --replay_capacity 300", r"--replay_capacity 300 is .*at least \d+"),
      ("--env Pendulum-v1", "the action space is Box.* ppo.py and, if bounded, sac.py")],
 )  # fmt: skip
 def test_a_replay_that_cannot_be_is_refused_before_the_start(arguments, message, tmp_path):

@@ -42,7 +42,7 @@ def import_blocked(module, *blocked):
 
 @pytest.mark.whole
 def test_each_module_of_environment_servers_needs_no_torch():
-    blocked = ("torch", "tensorboard", "tqdm", "nest")
+    blocked = ("torch", "tensorboard", "nest")
     modules = import_blocked("polybeast_env", *blocked)
     assert "beast.servers.server_processes" in modules and "libtorchbeast.rows" in modules
     for module in [*modules, "libtorchbeast.server", "beast.servers.servers"]:

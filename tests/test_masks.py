@@ -49,7 +49,7 @@ def compute_loss(program, net, batch):
     flags = program.parser.parse_args(["--disable_cuda"])
     flags.precision = "fp32"
     if program is ppo:
-        flags = ppo.resolve(flags, BOX, gym.spaces.Discrete(A))
+        flags = ppo.resolve(flags, gym.spaces.Discrete(A))
         batch = ppo.compute_targets(flags, net, batch, ())
     return program.compute_loss(flags, net, batch, ())
 

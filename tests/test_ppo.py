@@ -35,7 +35,7 @@ SCRIPT = ROOT / "ppo.py"
 def parse(arguments="", continuous=False):
     flags = ppo.parser.parse_args(["--disable_cuda", *arguments.split()])
     actions = gym.spaces.Box(-1, 1, (2,)) if continuous else gym.spaces.Discrete(2)
-    flags = ppo.resolve(flags, gym.spaces.Box(-1, 1, (4,)), actions)
+    flags = ppo.resolve(flags, actions)
     flags.precision, flags.fp32_devices = "fp32", []
     return flags
 
@@ -411,9 +411,10 @@ def begin(flags, create_env):
     groups = [
         ParallelEnvironments(create_env, [i + 1] * n, 0, "test") for i in range(flags.num_groups)
     ]
-    spaces = groups[0].observation_space, groups[0].action_space
+    env = create_env()
+    spaces = env.observation_space, env.action_space
     flags.precision = "fp32"
-    flags = ppo.resolve(flags, *spaces)
+    flags = ppo.resolve(flags, spaces[1])
     model, (rows, outputs, _) = create_net(ppo.Net, *spaces, **ppo.net_arguments(flags))
     batches = ppo.collect(flags, model, groups, rows | outputs)
     return flags, groups, batches, model, ppo.create_optimizer(flags, model)[0]

@@ -33,7 +33,7 @@ B = 8
 
 
 def parse(arguments=""):
-    return sac.resolve(sac.parser.parse_args(arguments.split()), BOX, ACTIONS)
+    return sac.resolve(sac.parser.parse_args(arguments.split()), ACTIONS)
 
 
 def create_nets(flags, seed=0):
@@ -213,7 +213,7 @@ def test_the_value_of_a_linear_system_is_riccatis():
 )  # fmt: skip
 def test_spaces_it_does_not_take_are_refused(observations, actions, message):
     with pytest.raises(FlagError, match=message):
-        flags = sac.resolve(sac.parser.parse_args([]), observations, actions)
+        flags = sac.resolve(sac.parser.parse_args([]), actions)
         create_net(sac.Net, observations, actions, **sac.net_arguments(flags))
 
 
@@ -224,7 +224,7 @@ def test_flags_of_another_algorithm_are_refused():
             parse(arguments)
     for algorithm in ("sac", "td3", "ddpg"):
         flags = parse(f"--algorithm {algorithm}")
-        assert sac.resolve(flags, BOX, ACTIONS) == flags
+        assert sac.resolve(flags, ACTIONS) == flags
 
 
 class Walk(gym.Env):
@@ -262,7 +262,7 @@ class Constant(nn.Module):
 def test_what_is_played_is_replayed_row_by_row():
     flags = sac.parser.parse_args("--num_envs 3 --discounting 0.5 --seed 1".split())
     spaces = Walk.observation_space, Walk.action_space
-    flags = sac.resolve(flags, *spaces)
+    flags = sac.resolve(flags, spaces[1])
     _, (rows, _, state) = create_net(sac.Net, *spaces, **sac.net_arguments(flags))
     feed = ReplayFeed(sac.create_replay(flags, rows, state), 1.0, 0, 8, 0)
     with contextlib.closing(ParallelEnvironments(Walk, [11, 22, 33], 0, "test")) as environments:

@@ -6,7 +6,7 @@ import torch
 from beast.errors import FlagError
 from beast.learners.devices import DeviceCopies
 from beast.learners.learner import Batch
-from beast.nest import map_nest
+from beast.nest import leaves_of, map_nest
 from beast.parser import Parser
 from beast.processes.machine import check_shared_memory
 
@@ -60,9 +60,7 @@ def _describe_rollout(flags, row, agent_output, agent_state):
 
 def count_bytes(*sample):
     """Return the bytes of one rollout; the arguments are those of create_buffers."""
-    sizes = []
-    map_nest(lambda x: sizes.append(x.numel() * x.element_size()), _describe_rollout(*sample))
-    return sum(sizes)
+    return sum(x.nbytes for x in leaves_of(_describe_rollout(*sample)))
 
 
 def create_buffers(flags, row, agent_output, agent_state):

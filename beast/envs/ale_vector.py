@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 
 from beast.envs import atari_games
-from beast.envs.spaces import empty_observation
+from beast.envs.spaces import empty_observation, find_invalid
 from beast.errors import EnvError
 from libtorchbeast.rows import Rows, draw_seeds
 from libtorchbeast.spaces import spaces_to_json
@@ -89,9 +89,7 @@ class AtariEnvironments:
         ended = np.array(self._rows.at_end)
         self._num_steps += 1
         # Checked here, since ale-py would wait for ever for a game that has refused its action.
-        invalid = ~ended & ((actions < 0) | (actions >= self.num_actions))
-        if invalid.any():
-            i = int(invalid.argmax())
+        if (i := find_invalid(actions, (0, self.num_actions - 1), ended)) is not None:
             raise EnvError(
                 f"{self.name}: environment {i} ({self._env_id}, seed {self.seeds[i]}), step "
                 f"{self._num_steps}: the action is {actions[i]}; it must be from 0 to "

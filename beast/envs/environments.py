@@ -18,6 +18,7 @@ from beast.envs.spaces import (
     count_actions,
     empty_actions,
     empty_observation,
+    find_invalid,
     find_outside,
     random_actions,
     to_action,
@@ -65,6 +66,14 @@ def try_out(environments, flags=None, num_steps=10):
         for _ in range(num_steps):
             environments.step(random_actions(space, num_envs, random, environments.row["frame"]))
     return row
+
+
+def sample_environment(flags, create_env):
+    """Return one environment that was tried out, closed: for its spaces."""
+    sample = create_environments(flags, create_env, 1, [flags.seed, 0], "the environment")
+    with contextlib.closing(sample):
+        try_out(sample, flags)
+    return sample
 
 
 def _warn_of_keys(space, asked):
@@ -116,6 +125,10 @@ class Environments:
         self.observation_space = self.envs[0].observation_space
         self.action_space = self.envs[0].action_space
         self.num_actions = count_actions(self.action_space)
+        # Frames a step, and frames stacked in an observation (0: unknown), as wrappers say.
+        self.frame_skip = self._wrapper_number("frame_skip", 1)
+        is_stack = isinstance(self.observation_space, gym.spaces.Box)
+        self.stack_size = self._wrapper_number("stack_size", 0) if is_stack else 0
         self._action_range = action_range(self.action_space)
         self._rows = Rows(
             num_envs,
@@ -134,17 +147,6 @@ class Environments:
     def spaces(self):
         """Observation space, action space and frame skip as JSON."""
         return spaces_to_json(self.observation_space, self.action_space, self.frame_skip)
-
-    @property
-    def stack_size(self):
-        """Number of frames stacked in an observation; 0 if unknown."""
-        is_stack = isinstance(self.observation_space, gym.spaces.Box)
-        return self._wrapper_number("stack_size", 0) if is_stack else 0
-
-    @property
-    def frame_skip(self):
-        """Frames a step: the attribute `frame_skip` of a wrapper, else 1."""
-        return self._wrapper_number("frame_skip", 1)
 
     def initial(self):
         """Reset every environment and return the very first row."""
@@ -192,17 +194,13 @@ class Environments:
                 f"{self.num_envs} environments with the action space {self.action_space} "
                 f"are {likeness.dtype}{list(likeness.shape)}"
             )
-        least, largest = self._action_range
-        allowed = (least <= actions) & (actions <= largest)  # False for NaN, too
-        if allowed.all():
-            return
-        for i in range(self.num_envs):
-            # In a row after an end the action is ignored.
-            if not allowed[i].all() and not self._rows.at_end[i]:
-                self._steps[i] += 1
-                raise self._error(
-                    i, f"the action is {actions[i]}; it must be from {least} to {largest}"
-                )
+        # In a row after an end the action is ignored.
+        if (i := find_invalid(actions, self._action_range, self._rows.at_end)) is not None:
+            self._steps[i] += 1
+            least, largest = self._action_range
+            raise self._error(
+                i, f"the action is {actions[i]}; it must be from {least} to {largest}"
+            )
 
     def _step(self, i, action):
         self._steps[i] += 1

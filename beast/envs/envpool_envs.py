@@ -29,6 +29,7 @@ from beast.envs.spaces import (
     count_actions,
     empty_actions,
     empty_observation,
+    find_invalid,
 )
 from beast.errors import EnvError, FlagError
 from libtorchbeast.rows import Rows, are_finite, draw_seeds
@@ -155,7 +156,11 @@ class EnvPoolEnvironments:
         """
         self._num_steps += 1
         ended = np.array(self._rows.at_end)
-        self._check_actions(actions, ended)
+        if (i := find_invalid(actions, self._action_range, ended)) is not None:
+            least, largest = self._action_range
+            raise self._error(
+                i, f"the action is {actions[i]}; it must be from {least} to {largest}"
+            )
         rewards = np.zeros(self.num_envs, np.float32)
         terminated, truncated = np.zeros((2, self.num_envs), bool)
         cut, played = np.flatnonzero(self._cut), np.flatnonzero(~self._cut)
@@ -225,16 +230,6 @@ class EnvPoolEnvironments:
             what = "the observation has numbers that are not finite (as float32)"
             raise self._error(columns[i], what)
         target[columns] = source.reshape(len(columns), *target.shape[1:])
-
-    def _check_actions(self, actions, ended):
-        least, largest = self._action_range
-        allowed = (least <= actions) & (actions <= largest)  # False for NaN, too
-        invalid = ~allowed.reshape(self.num_envs, -1).all(axis=1) & ~ended
-        if invalid.any():
-            i = int(invalid.argmax())
-            raise self._error(
-                i, f"the action is {actions[i]}; it must be from {least} to {largest}"
-            )
 
     def _to_actions(self, actions, ended):
         """Return actions as EnvPool takes them, where an action counts."""

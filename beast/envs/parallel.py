@@ -19,12 +19,11 @@ import torch
 
 from beast.envs.environments import Environments
 from beast.errors import EnvError, FlagError
-from beast.nest import map_nest
+from beast.nest import leaves_of, map_nest
 from beast.processes.fork_server import child_main, start_fork_server
 from beast.processes.machine import check_shared_memory, count_cores
 from beast.processes.supervisor import Supervisor
 from beast.processes.watchdog import PATIENCE
-from libtorchbeast.spaces import spaces_to_json
 
 MIN_STEPS = 200  # steps after which consecutive deaths are reset to 0
 INITIAL, STEP = b"i", b"s"
@@ -44,8 +43,7 @@ class ParallelEnvironments:
     Attributes:
       row: the last one, whose arrays stay the same and are overwritten by `initial` and `receive`.
       supervisor: of the processes.
-      num_envs, observation_space, action_space, num_actions, stack_size, frame_skip, spaces: as of
-        Environments.
+      num_envs: as of Environments.
 
     A process that is lost, or silent for too long, is replaced. The next row of its environments
     repeats their last observations, as truncated; in the row after it new episodes begin. Where an
@@ -56,9 +54,6 @@ class ParallelEnvironments:
         self.num_envs, self._create_env, self._seeds = len(seeds), create_env, seeds
         self._is_awake, self._here = False, None
         sample = Environments(create_env, 1 if num_processes else self.num_envs, 0, name)
-        self.observation_space, self.action_space = sample.observation_space, sample.action_space
-        self.num_actions = sample.num_actions
-        self.stack_size, self.frame_skip = sample.stack_size, sample.frame_skip
         shares = np.array_split(range(self.num_envs), num_processes) if num_processes else []
         self._columns = [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
         self._names = [f"{name}, process {i}" for i in range(num_processes)]
@@ -80,10 +75,6 @@ class ParallelEnvironments:
             self._allocate(sample.row)
         self._context = start_fork_server()
         self.supervisor.start()
-
-    @property
-    def spaces(self):
-        return spaces_to_json(self.observation_space, self.action_space, self.frame_skip)
 
     def initial(self):
         """Reset every environment and return the very first row; None once woken."""
@@ -169,9 +160,7 @@ class ParallelEnvironments:
     def _allocate(self, sample_row):
         """Make the row, and shared memory for rows and actions, [N, ...] like a row [1, ...]."""
         self.row = map_nest(lambda a: np.zeros((self.num_envs, *a.shape[1:]), a.dtype), sample_row)
-        sizes = []
-        map_nest(lambda a: sizes.append(a.nbytes), self.row)
-        check_shared_memory(sum(sizes), "rows of environments")
+        check_shared_memory(sum(a.nbytes for a in leaves_of(self.row)), "rows of environments")
         shared = map_nest(lambda a: torch.from_numpy(a.copy()).share_memory_(), self.row)
         actions = torch.from_numpy(self.row["last_action"].copy()).share_memory_()
         self._shared = shared, actions

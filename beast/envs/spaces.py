@@ -128,6 +128,16 @@ def action_range(space):
     return tuple(np.clip(bound, -largest, largest).astype(np.float32) for bound in bounds)
 
 
+def find_invalid(actions, bounds, ignored):
+    """Return the first column of `actions` outside of action_range; None where there is none."""
+    least, largest = bounds
+    allowed = (least <= actions) & (actions <= largest)  # False for NaN, too
+    if allowed.all():
+        return None
+    invalid = ~allowed.reshape(len(actions), -1).all(axis=1) & ~np.asarray(ignored)
+    return int(invalid.argmax()) if invalid.any() else None
+
+
 def to_action(space, action):
     """Return one action, as agents choose it, as one that `space` contains."""
     if isinstance(space, gym.spaces.Discrete):

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from beast.errors import EnvError, FlagError
 from beast.learners import learner_group
 from beast.learners.exchange import Exchange, refuse_difference
-from beast.learners.learner_group import Starvation
+from beast.learners.learner_group import Alone, Starvation
 from beast.learners.torchrun import check_flags
 from beast.runs.checkpoint import NOT_RESUMED
 from beast.runs.code_version import describe_code
@@ -140,21 +140,19 @@ class ElasticGroup:
     """
 
     by_torchrun, local_rank = False, 0
+    # This learner waits for nobody.
+    from_rank_0, share_first, barrier = Alone.from_rank_0, Alone.share_first, Alone.barrier
 
     def __init__(self, lighthouse):
         self._lighthouse, self._is_stopping = lighthouse, False
         self.name = f"{socket.gethostname()}-{os.getpid()}"
         self.rank, self.size = None, 1
         self.exchange, self.starvation = Exchange(), Starvation()
+        self.share_returns = self.exchange.share_returns
+        self.batch_in_hand = self.starvation.batch_in_hand
         # What all learners must have in common, by name: of this one, and of one that takes part.
         self._facts, self._facts_of_others = {}, {}
         self._manager, self._has_committed = None, False
-
-    def from_rank_0(self, function):
-        return function()
-
-    def share_first(self, value):
-        return value
 
     def check_same(self, what, value):
         """Refuse a value that differs from that of a learner that takes part.
@@ -196,9 +194,6 @@ class ElasticGroup:
         seed_generators([int.from_bytes(os.urandom(8), "little")])
         self._learner = learner
         self.exchange.remember_buffers(learner.model)
-
-    def barrier(self):
-        """Do nothing: this learner waits for nobody."""
 
     def sum(self, model, metrics):
         """Sum gradients, in place, and metrics over the learners of the next quorum.
@@ -335,17 +330,10 @@ class ElasticGroup:
         self._is_healed = True
         logging.info("Took weights and counts from another learner")
 
-    def share_returns(self, *returns):
-        """Return returns that ended at any learner: see Exchange."""
-        return self.exchange.share_returns(*returns)
-
     def ask_to_stop(self, stop):
         """Stop this learner; the others continue."""
         self._is_stopping = True
         stop.set()
-
-    def batch_in_hand(self):
-        return self.starvation.batch_in_hand()
 
     def leave(self, is_over):
         """Leave the group; the others continue, whether the run is over here or has failed."""

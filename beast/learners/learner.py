@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from beast.errors import FlagError
 from beast.learners import learner_group
-from beast.nest import map_nest
+from beast.nest import leaves_of, map_nest
 
 SMALLEST_SQUARE = 1e-36  # lower bound that raise_squares sets
 
@@ -52,7 +52,8 @@ class Learner:
     """
 
     def __init__(self, model, optimizer, decay, weights, num_threads=1):
-        map_nest(lambda o: _check_parameters(model, o), optimizer)
+        for one in leaves_of(optimizer):
+            _check_parameters(model, one)
         self.lock, self.hold = threading.RLock(), contextlib.nullcontext
         self.model, self.optimizer, self.weights = model, optimizer, weights
         self.group = learner_group.current()
@@ -64,7 +65,8 @@ class Learner:
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         self.scheduler = map_nest(lambda o: LambdaLR(o, lambda _: decay(self.step)), optimizer)
         if self.device.type == "cpu":
-            map_nest(raise_squares, optimizer)
+            for one in leaves_of(optimizer):
+                raise_squares(one)
 
     @property
     def step(self):
@@ -73,9 +75,7 @@ class Learner:
     @property
     def learning_rate(self):
         """The learning rate of the optimizer, or of the first of several."""
-        rates = []
-        map_nest(lambda o: rates.append(o.param_groups[0]["lr"]), self.optimizer)
-        return rates[0]
+        return next(leaves_of(self.optimizer)).param_groups[0]["lr"]
 
     @property
     def optimizer_name(self):
@@ -85,7 +85,8 @@ class Learner:
     def count(self, steps, episode_returns, game_returns):
         """Count an update: its agent steps, and the returns of what ended in its batch."""
         self.stats["step"] += int(steps)
-        map_nest(LambdaLR.step, self.scheduler)
+        for one in leaves_of(self.scheduler):
+            one.step()
         for name, returns in (("episode_returns", episode_returns), ("game_returns", game_returns)):
             self.stats[name] = (self.stats[name] + returns)[-100:]
 

@@ -111,6 +111,8 @@ class LearnerGroup:
         self._processes = processes
         self._asks_to_stop = False
         self.starvation = Starvation()
+        self.share_returns = self.exchange.share_returns
+        self.batch_in_hand = self.starvation.batch_in_hand
 
     def from_rank_0(self, function):
         """Call `function` on rank 0 only; return its result or raise its FlagError on all."""
@@ -222,18 +224,11 @@ class LearnerGroup:
         if layouts:
             self.exchange.layout = layouts[0]
 
-    def share_returns(self, *returns):
-        """Return returns that ended at any learner: see Exchange."""
-        return self.exchange.share_returns(*returns)
-
     def ask_to_stop(self, stop):
         """Have all learners stop after one of the next updates."""
         self._asks_to_stop = True
         if self.size == 1:
             stop.set()
-
-    def batch_in_hand(self):
-        return self.starvation.batch_in_hand()
 
     def leave(self, is_over):
         """Leave the group; at the end of a run, wait until all ranks have the last sum."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from beast.envs.spaces import ACTION_MASK, leaves
-from beast.nest import map_nest
+from beast.nest import leaves_of
 
 LARGEST_PIXEL = 2**16 - 1  # beyond it, bounds say what a dtype can hold, not what pixels are
 MIN_SIDE = 3  # pixels that a convolution needs
@@ -193,8 +193,7 @@ def _get(nest, path):
 
 def flatten(frame):
     """Return a nest of [N, ...] as floats [N, numbers]; integers as float64, which is exact."""
-    parts = []
-    map_nest(lambda x: parts.append(x if x.is_floating_point() else x.double()), frame)
+    parts = [x if x.is_floating_point() else x.double() for x in leaves_of(frame)]
     return torch.cat([x.reshape(len(x), math.prod(x.shape[1:])) for x in parts], dim=1)
 
 

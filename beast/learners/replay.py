@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from beast.errors import FlagError
 from beast.learners.sum_tree import SumTree
-from beast.nest import map_nest
-from beast.processes.machine import count_memory
+from beast.nest import leaves_of, map_nest
+from beast.processes.machine import check_memory
 
 SMALLEST_PRIORITY = 1e-6  # a priority of 0 would never be drawn, and so never be updated
 OTHER_BYTES = 18  # bytes of a row in the sum tree and in flags
@@ -75,6 +76,9 @@ class Replay:
         Sample of B new ones, to priorities [B]. `answers` are the rows that follow each row of the
         sample, without frames: in them is what the agent answered. None: all priorities are 1.
       seed: of the samples.
+
+    Raises:
+      FlagError: the capacity is too small, or the memory has no room for it.
     """
 
     def __init__(
@@ -90,10 +94,10 @@ class Replay:
         # Some start must be left while the next rollout overwrites the oldest rows.
         least = self._needed + 2 * unroll_length + stack_size + 1
         if self.capacity < least:
-            raise ValueError(
-                f"the replay holds {self.capacity} rows of each of {num_envs} environments, but "
-                f"sequences of {sequence_length} rows, returns of {n_step} steps and rollouts of "
-                f"{unroll_length} need {least}: give it a capacity of at least {least * num_envs}"
+            raise FlagError(
+                f"--replay_capacity {capacity:,} is {self.capacity} rows of each of {num_envs} "
+                f"environments, but sequences of {sequence_length} rows, returns of {n_step} steps "
+                f"and rollouts of {unroll_length} need {least}: give at least {least * num_envs}"
             )
         _check_memory(example_row, num_envs * self.capacity, stack_size)
         self._discounting, self._reward_limit = discounting, reward_limit
@@ -131,9 +135,8 @@ class Replay:
 
     def count_bytes(self):
         """Return the bytes of all arrays, which take memory as they are filled."""
-        arrays = [self._stacks, self._is_start]
-        map_nest(arrays.append, (self._rows, self._frames, self._states))
-        return sum(array.nbytes for array in arrays) + self._tree.num_bytes
+        arrays = self._stacks, self._is_start, self._rows, self._frames, self._states
+        return sum(array.nbytes for array in leaves_of(arrays)) + self._tree.num_bytes
 
     def append(self, env, rollout, state=(), first=False):
         """Append a rollout; those of one column come in their order, from one thread at a time.
@@ -321,16 +324,9 @@ class Replay:
 
 def _check_memory(rows, num_rows, stack_size):
     """Refuse a replay that the memory has no room for; agent states, which are few, aside."""
-    sizes = {name: [] for name in rows}
-    for name, nest in rows.items():
-        map_nest(lambda x, name=name: sizes[name].append(np.asarray(x)[0, 0].nbytes), nest)
-    row_bytes = sum(sum(s) / (stack_size if n == "frame" else 1) for n, s in sizes.items())
-    needed, free = (row_bytes + OTHER_BYTES) * num_rows, count_memory()
-    if needed > free:
-        raise ValueError(
-            f"the replay takes {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB of memory are "
-            f"free: give it a capacity of at most {int(0.9 * num_rows * free / needed):,}"
-        )
+    sizes = {n: sum(np.asarray(x)[0, 0].nbytes for x in leaves_of(rows[n])) for n in rows}
+    row_bytes = sum(sizes.values()) - sizes["frame"] * (1 - 1 / stack_size)
+    check_memory((row_bytes + OTHER_BYTES) * num_rows, "--replay_capacity", num_rows)
 
 
 def _classify(frames, begins):

@@ -10,9 +10,9 @@ import logging
 import torch
 
 from beast.errors import FlagError
-from beast.nest import map_nest
+from beast.nest import leaves_of, map_nest
 from beast.parser import non_negative, positive
-from beast.processes.machine import count_memory
+from beast.processes.machine import check_memory
 from beast.runs import diagnostics
 
 
@@ -88,22 +88,12 @@ class RolloutReplay:
         state = map_nest(lambda x: x[:, :n].cpu().movedim(1, 0), batch.agent_state)
         new = map_nest(lambda x: x.movedim(1, 0), batch.cpu_rows), state
         if self._stored is None:
-            self._check_memory(new)
+            size = sum(x[0].nbytes for x in leaves_of(new))
+            check_memory(self._capacity * size, "--replay_rollouts", self._capacity)
             self._stored = map_nest(lambda x: x.new_empty(self._capacity, *x.shape[1:]), new)
         places = [(self._num_stored + i) % self._capacity for i in range(n)]
         map_nest(lambda stored, x: _put(stored, places, x), self._stored, new)
         self._num_stored += n
-
-    def _check_memory(self, new):
-        sizes = []
-        map_nest(lambda x: sizes.append(x[0].numel() * x.element_size()), new)
-        needed, free = self._capacity * sum(sizes), count_memory()
-        if needed > free:
-            raise FlagError(
-                f"--replay_rollouts {self._capacity} take {needed / 2**30:.1f} GiB, but "
-                f"{free / 2**30:.1f} GiB of memory are free: give at most "
-                f"{int(0.9 * free // sum(sizes))}"
-            )
 
 
 def _put(stored, places, x):

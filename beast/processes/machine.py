@@ -53,6 +53,15 @@ def count_memory():
     return min(free) // count_learners()
 
 
+def check_memory(num_bytes, flag, number):
+    """Refuse so many items, the value of a flag, for which the memory has no room."""
+    if num_bytes > (free := count_memory()):
+        raise FlagError(
+            f"{flag} {number:,} takes {num_bytes / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB of "
+            f"memory are free: give at most {int(0.9 * number * free / num_bytes):,}"
+        )
+
+
 def _read_groups(controller, names):
     """Return the contents of files of this process's control groups, the innermost first.
 
@@ -87,7 +96,7 @@ def choose_actors(flags, has_gpu):
     if flags.envs_per_actor is None:
         flags.envs_per_actor, reason = _count_envs(limits, flags.num_actors)
         reasons["envs_per_actor"] = reason
-    flags.chosen = list(reasons)
+    flags.chosen = [*flags.chosen, *reasons]
     _log_choice(flags, reasons, flags.deterministic)
 
 
@@ -109,14 +118,8 @@ def fit_actors(flags, rollout_bytes):
 def choose_servers(flags, has_gpu):
     """Choose num_servers, num_actors (streams) and envs_per_stream if not given.
 
-    No-op if servers run already, or environments dial in and none are to be started. Many servers
-    get two streams each, so that one plays while the rows of the other are answered.
+    Many servers get two streams each, so that one plays while the rows of the other are answered.
     """
-    if flags.server_addresses or (
-        flags.listen and not flags.num_servers and flags.pipes_basename is None
-    ):
-        flags.chosen = []
-        return
     reasons, limits = {}, {"lag": MAX_LAG * flags.batch_size}  # of all environments
     cores = count_cores()
     if flags.num_servers is None:
@@ -134,7 +137,7 @@ def choose_servers(flags, has_gpu):
     if flags.envs_per_stream is None:
         flags.envs_per_stream, reason = _count_envs(limits, flags.num_actors)
         reasons["envs_per_stream"] = reason
-    flags.chosen = list(reasons)
+    flags.chosen = [*flags.chosen, *reasons]
     _log_choice(flags, reasons)
 
 

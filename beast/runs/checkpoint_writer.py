@@ -8,7 +8,7 @@ import time
 import torch
 
 from beast.errors import FlagError
-from beast.nest import map_nest
+from beast.nest import leaves_of, map_nest
 from beast.runs.atomic_files import replace_file, set_aside
 from beast.runs.checkpoint import ADVICE, BEST, NEWEST, load, pack, refusing, run_path, to_bytes
 from beast.runs.diagnostics import mean
@@ -127,9 +127,9 @@ def save_bad_batch(folder, name, batch, update):
 
 def describe_bad_batch(batch):
     """Return which rows and outputs of a Batch are not finite or very large, as text."""
-    names = set()
-    for name, nest in batch.cpu_rows.items():
-        map_nest(
-            lambda x, name=name: (x.double().abs() <= LARGE_VALUE).all() or names.add(name), nest
-        )
-    return f"Beyond {LARGE_VALUE:g} or not finite in it: {', '.join(sorted(names)) or 'nothing'}"
+
+    def is_large(x):
+        return not (x.double().abs() <= LARGE_VALUE).all()
+
+    names = [n for n, nest in sorted(batch.cpu_rows.items()) if any(map(is_large, leaves_of(nest)))]
+    return f"Beyond {LARGE_VALUE:g} or not finite in it: {', '.join(names) or 'nothing'}"

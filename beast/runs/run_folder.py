@@ -27,8 +27,6 @@ import shlex
 import sys
 
 import torch
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from beast.errors import FlagError
 from beast.processes.lifetime import LOG_FORMAT, lock_file
@@ -41,8 +39,6 @@ from beast.runs.code_version import describe_git, write_diff
 
 class RunFolder:
     """The folder of a training run, locked against a second process, and its status line.
-
-    On a wide terminal a progress bar shows every tick, elsewhere a plain line.
 
     Attributes:
       checkpoints, evaluations: a Writer and a BackgroundEvaluation, once it is started.
@@ -81,16 +77,6 @@ class RunFolder:
         _link_latest(self.path)
         logging.getLogger().addHandler(self._out)
         self._csv = self._events = self._wandb = self.checkpoints = self.evaluations = None
-        self._bar = tqdm(
-            total=flags.total_steps,
-            # A narrower one would cut off the lag and the time left.
-            disable=not (sys.stderr.isatty() and os.get_terminal_size(2).columns >= 210),
-            bar_format="{percentage:3.0f}% {bar:10} {desc}",
-            dynamic_ncols=True,
-        )
-        # Log messages must not tear the bar apart.
-        self._redirect = contextlib.nullcontext() if self._bar.disable else logging_redirect_tqdm()
-        self._redirect.__enter__()
 
     def start(self, learner):
         """Open logs.csv and the event file; drop rows beyond the learner's step."""
@@ -119,21 +105,18 @@ class RunFolder:
                 self._wandb.log(known, step)
             except Exception as error:  # an error of W&B must not end a run
                 logging.error("Weights & Biases: %s", error)
-        if self._bar.disable:
-            logging.info("%.1f%% | %s", min(100, 100 * step / self._flags.total_steps), line)
-        else:
-            self._bar.n = min(step, self._flags.total_steps)
-            self._bar.set_description_str(line)
-            self._write_out(logging.INFO, line)
+        logging.info("%.1f%% | %s", min(100, 100 * step / self._flags.total_steps), line)
 
     def close(self, status, error=None):
         """Close all files; `status` and the error, if there is one, are written first."""
-        self._redirect.__exit__(None, None, None)
-        self._bar.close()
         if error is not None:
             status = f"{type(error).__name__}: {error}"
             information = (type(error), error, error.__traceback__)
-            self._write_out(logging.CRITICAL, "The run failed", information)
+            # To out.log only: the screen has the traceback.
+            record = logging.LogRecord(
+                "", logging.CRITICAL, __file__, 0, "The run failed", (), information
+            )
+            self._out.handle(record)
         self._meta |= {"end": _now(), "status": status}
         try:
             if self._earlier_meta is None:
@@ -191,10 +174,6 @@ class RunFolder:
         else:
             self._meta["earlier"] = earlier
             self._earlier_meta = path.read_bytes()
-
-    def _write_out(self, level, message, error=None):
-        """Write a message to out.log only."""
-        self._out.handle(logging.LogRecord("", level, __file__, 0, message, (), error))
 
     def _write_meta(self):
         content = (json.dumps(self._meta, indent=2, default=str) + "\n").encode()

@@ -92,7 +92,7 @@ def query_servers(
     if not handshakes:
         raise EnvError(f"no environment server can be used: {latest[addresses[0]]}")
     handshake = max(handshakes, key=handshakes.count)  # the first of the most frequent
-    return handshake if listening is None else listening.agree_on(handshake)
+    return handshake if listening is None else listening.group.share_first(handshake)
 
 
 def answer_timeout(flags):
@@ -128,7 +128,7 @@ def _collect(answers, addresses, local, listening):
             if listening is not None:
                 logging.info("Waiting for environments to dial in at %s", listening.address)
             line = time.monotonic() + DIAL_LINE if listening is not None else None
-        if listening is not None and (shared := listening.agree_on(None)) is not None:
+        if listening is not None and (shared := listening.group.share_first(None)) is not None:
             return {None: shared}
         try:
             address, answer = answers.get(timeout=0.1)

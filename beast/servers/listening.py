@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import threading
+from typing import Any, NamedTuple
 
 import libtorchbeast
 from beast.errors import EnvError
@@ -17,23 +18,12 @@ SPARE_FILES = 256  # descriptors for all else
 GRACE = 5  # seconds for the log's thread to end
 
 
-class Listening:
-    """A port that is open.
+class Listening(NamedTuple):
+    """A port that is open."""
 
-    Attributes:
-      address: host:port.
-      listener: its libtorchbeast.Listener.
-
-    Args:
-      group: of learners, which have one game and its spaces; None: there is one learner.
-    """
-
-    def __init__(self, address, listener, group=None):
-        self.address, self.listener, self._group = address, listener, group
-
-    def agree_on(self, handshake):
-        """Return the first handshake at any learner of the group: maybe this one; None if none."""
-        return handshake if self._group is None else self._group.share_first(handshake)
+    address: str  # host:port
+    listener: "libtorchbeast.Listener"
+    group: Any  # of learners, which have one game and its spaces
 
 
 def check_listen(flags):
@@ -81,18 +71,18 @@ def own_address(flags, local_rank=0):
 
 
 @contextlib.contextmanager
-def listen(flags, credentials, group=None):
+def listen(flags, credentials, group):
     """Yield a Listening at flags.listen, which is closed with this.
 
     Args:
       credentials: keyword arguments of libtorchbeast.Listener.
-      group: of learners; None: there is one.
+      group: of learners.
 
     Raises:
       EnvError: the address cannot be listened at.
     """
     try:
-        host, port = own_address(flags, 0 if group is None else group.local_rank)
+        host, port = own_address(flags, group.local_rank)
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # Of IPv4, too, as servers take it.
         is_any = where[0] == "::" and socket.has_dualstack_ipv6()

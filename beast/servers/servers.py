@@ -34,7 +34,7 @@ from libtorchbeast.access import is_local
 
 
 @contextlib.contextmanager
-def connect(flags, script, check_actions, group=None):
+def connect(flags, script, check_actions, group):
     """Yield Servers: those at flags.server_addresses, those that dial in, or else local ones.
 
     Args:
@@ -42,7 +42,7 @@ def connect(flags, script, check_actions, group=None):
       script: path of polybeast_env.py, or of a fork of it, which local servers run; they end with
         this.
       check_actions: called with the action space; raises FlagError where the program cannot use it.
-      group: of learners; None: there is one.
+      group: of learners.
 
     Raises:
       EnvError: the address of --listen is not free.

@@ -6,7 +6,7 @@ import logging
 import threading
 
 import libtorchbeast
-from beast.envs.spaces import row_ranges, spaces_from_json
+from beast.envs.spaces import row_ranges
 from beast.learners.devices import DeviceCopies
 from beast.learners.learner import Batch
 from beast.learners.learner_group import SEEDS_A_RANK
@@ -69,7 +69,7 @@ class Streams:
             ],
             reconnect=True,
             spaces=servers.spaces,
-            ranges=row_ranges(*spaces_from_json(servers.spaces)[:2]) if servers.spaces else None,
+            ranges=row_ranges(servers.observation_space, servers.action_space),
             env=servers.env,
             listener=servers.listening and servers.listening.listener,
             listener_seed=f"{flags.seed},{flags.rank},{first_step}",

@@ -40,7 +40,7 @@ pytestmark = [
 
 
 def ppo_loss(flags, net, batch, agent_state):
-    flags = ppo.resolve(flags, SPACE, Discrete(A))
+    flags = ppo.resolve(flags, Discrete(A))
     batch = batch | {"baseline": torch.zeros_like(batch["reward"])}
     return ppo.compute_loss(flags, net, ppo.compute_targets(flags, net, batch, ()), ())
 

@@ -369,7 +369,7 @@ def test_priorities_of_what_was_overwritten_are_dropped():
 
 
 def test_mistakes_are_refused():
-    with pytest.raises(ValueError, match="holds 15 rows .* need 37: .* at least 37"):
+    with pytest.raises(ValueError, match="capacity 15 is 15 rows .* need 37: give at least 37"):
         make_replay(15, 1, sequence_length=20, n_step=5)
     column, replay = Column(0), make_replay(num_envs=2)
     env, rollout, state, first = column.rollout()

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from beast.errors import FlagError
-from beast.learners import rollout_replay
 from beast.learners.learner import Batch
 from beast.learners.rollout_replay import RolloutReplay
 from beast.nest import map_nest
+from beast.processes import machine
 
 T, B = 3, 4
 
@@ -87,7 +87,7 @@ def test_a_replay_that_is_too_small_or_too_large_is_refused(monkeypatch):
         RolloutReplay(make_flags(rollouts=5))
     with pytest.raises(FlagError, match="0.1 is less than one old .* of 4 new ones: .* least 0.25"):
         RolloutReplay(make_flags(0.1))
-    monkeypatch.setattr(rollout_replay, "count_memory", lambda: 2**30)
+    monkeypatch.setattr(machine, "count_memory", lambda: 2**30)
     replay = RolloutReplay(make_flags(rollouts=2**30))
-    with pytest.raises(FlagError, match="take .* GiB, but 1.0 GiB of memory are free: give at"):
+    with pytest.raises(FlagError, match="takes .* GiB, but 1.0 GiB of memory are free: give at"):
         replay.store(make_batch(0), {})

@@ -17,6 +17,7 @@ from rig import Rig, act_zero
 from stream import OPTIONS, make_many
 
 from beast.errors import EnvError
+from beast.learners.learner_group import ALONE
 from beast.servers.handshakes import query_servers
 from beast.servers.listening import Listening
 from libtorchbeast import Dialer, Listener
@@ -183,7 +184,9 @@ def test_broken_environments_get_the_reason_and_fill_no_log(what):
 
 def test_a_learner_that_waits_logs_broken_environments_once():
     with Port() as port:
-        asking = Thread(query_servers, [], None, listening=Listening(port.address, port.listener))
+        asking = Thread(
+            query_servers, [], None, listening=Listening(port.address, port.listener, ALONE)
+        )
         for _ in range(2):
             with Dialed(port, b"\x0a\xff") as stranger:
                 stranger.end()
@@ -199,7 +202,7 @@ def test_what_does_not_fit_is_refused_and_the_next_is_taken():
 
     catches = {"make_environments": make_many(Catch)}
     with Port() as port:
-        listening = Listening(port.address, port.listener)
+        listening = Listening(port.address, port.listener, ALONE)
         asking = Thread(query_servers, [], None, listening=listening, check_fit=check_fit)
         with pytest.raises(RuntimeError, match="refused: .* has another game, Breakout"):
             Dialer(None, [port.address], env="Breakout", **catches).run()

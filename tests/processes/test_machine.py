@@ -180,7 +180,7 @@ def test_servers_and_streams_follow_the_machine(fake, cores, has_gpu, arguments,
 def test_nothing_is_chosen_for_servers_that_run_already(fake):
     fake(16)
     flags = polybeast.parser.parse_args(["--server_addresses", "host1:50051"])
-    machine.choose_servers(flags, has_gpu=True)
+    flags = polybeast.resolve(flags)
     assert (flags.num_actors, flags.envs_per_stream, flags.chosen) == (None, None, [])
 
 

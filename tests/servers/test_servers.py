@@ -26,6 +26,7 @@ import polybeast
 import polybeast_env
 from beast.envs.spaces import check_discrete
 from beast.errors import EnvError, FlagError
+from beast.learners.learner_group import ALONE
 from beast.servers import handshakes, listening, server_processes, servers
 from libtorchbeast.spaces import spaces_to_json
 
@@ -132,20 +133,22 @@ def parse(*arguments):
 
 def test_connect_returns_the_servers_environment():
     with serving(None, make_environments=make_many(Catch, 4), env="Catch") as address:
-        with servers.connect(parse("--server_addresses", address), None, check_discrete) as found:
+        with servers.connect(
+            parse("--server_addresses", address), None, check_discrete, ALONE
+        ) as found:
             assert found.addresses == [address] and found.num_envs == 4
             assert found.env == "Catch" and found.action_space.n == 3 and found.frame_skip == 1
             assert found.observation_space == gym.spaces.Box(0, 1, (1, 10, 5), np.uint8)
             assert found.pids() == []
         arguments = ("--server_addresses", address, "--envs_per_stream", "7")
-        with servers.connect(parse(*arguments), None, check_discrete) as found:
+        with servers.connect(parse(*arguments), None, check_discrete, ALONE) as found:
             assert found.num_envs == 7
 
         def refuse(space):
             raise FlagError(f"{space} is not what this program takes")
 
         with pytest.raises(FlagError, match=r"Discrete\(3\) is not what"):
-            servers.connect(parse("--server_addresses", address), None, refuse).__enter__()
+            servers.connect(parse("--server_addresses", address), None, refuse, ALONE).__enter__()
 
 
 def adopt(given, served, eval_interval=0):
@@ -230,7 +233,10 @@ def test_local_servers_get_the_learners_flags_but_no_secret(monkeypatch):
     arguments += "--env_backend ale_vector --stall_timeout_s 7 --auth_token_file /secret"
     flags = parse(*arguments.split())
     flags.levels, flags.spaces = [3, 4], "{}"  # of a fork; of a resumed run
-    with pytest.raises(InterruptedError), servers.connect(flags, "script.py", check_discrete):
+    with (
+        pytest.raises(InterruptedError),
+        servers.connect(flags, "script.py", check_discrete, ALONE),
+    ):
         pass
     python, script, *arguments = start.call_args[0][0]
     assert python == sys.executable and script == "script.py"
@@ -246,7 +252,7 @@ def test_local_servers_get_the_learners_flags_but_no_secret(monkeypatch):
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 def test_all_addresses_are_those_of_both_protocols():
     flags = SimpleNamespace(listen="[::]:0", max_streams=4)
-    with listening.listen(flags, {}) as port:
+    with listening.listen(flags, {}, ALONE) as port:
         number = int(port.address.rpartition(":")[2])
         for host in ("127.0.0.1", "::1"):
             socket.create_connection((host, number), timeout=10).close()

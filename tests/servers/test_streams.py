@@ -4,6 +4,7 @@
 import threading
 from types import SimpleNamespace
 
+import gymnasium as gym
 import pytest
 import torch
 from catch_env import Echo
@@ -14,6 +15,7 @@ from torch import nn
 import libtorchbeast
 import polybeast
 from beast.actors.weights import LocalWeights
+from beast.learners.learner_group import ALONE
 from beast.servers import servers, streams
 
 CPU = torch.device("cpu")
@@ -25,6 +27,7 @@ def created():
     """Streams to a server that is not there."""
     flags = polybeast.parser.parse_args(["--seed", "1"])
     found = SimpleNamespace(addresses=["unix:/nowhere"], num_envs=1, spaces="", env=None)
+    found.observation_space, found.action_space = gym.spaces.Discrete(2), gym.spaces.Discrete(2)
     found.listening = None
     found.credentials = {}
     created = streams.Streams(flags, found, (), 0, CPU)
@@ -183,7 +186,7 @@ def test_a_batch_says_who_acted_and_has_rows_of_time_limits():
     with serving(None, "127.0.0.1:0", make_environments=echoes) as address:
         flags = f"--seed 1 --unroll_length {T} --batch_size 9 --server_addresses {address}"
         flags = polybeast.parser.parse_args(flags.split())
-        with servers.connect(flags, None, lambda space: None) as found:
+        with servers.connect(flags, None, lambda space: None, ALONE) as found:
             created = streams.Streams(flags, found, (), 0, CPU)
         inference = (polybeast.inference, flags, learner, CPU, created, RUN)
         threads = [Thread(created.run), Thread(*inference)]
