@@ -199,16 +199,17 @@ std::optional<size_t> ActorPool::add_stream(const std::shared_ptr<IncomingStream
   Actor& actor = actors_[index];
   std::string seed = options_.listener_seed;
   if (!seed.empty()) seed += "," + std::to_string(index);
-  stream->set_options(make_options(std::move(seed), actor.num_connections));
+  stream->set_options(make_options(std::move(seed), actor.num_connections + actor.num_failures));
   actor.peer = stream->peer();
   actor.stream = stream;
   ++num_running_;
   return index;
 }
 
-// The number of the connection keeps a new one from playing the same games again.
-StreamOptions ActorPool::make_options(std::string seed, int64_t num_connections) const {
-  if (!seed.empty()) seed += "," + std::to_string(num_connections);
+// The number of the attempt keeps a new one from playing the same games again, or from failing by
+// the same seed.
+StreamOptions ActorPool::make_options(std::string seed, int64_t number) const {
+  if (!seed.empty()) seed += "," + std::to_string(number);
   return {options_.num_envs, std::move(seed), options_.newest_frame_only, options_.dict_outputs};
 }
 
@@ -262,13 +263,13 @@ void ActorPool::run_stream(size_t index, EnvStream& stream, Seconds* pause) {
 // The stream is registered before it is opened, so that stop() cancels each one that is.
 std::shared_ptr<EnvStream> ActorPool::create_stream(size_t index) {
   std::string seed = options_.seeds.empty() ? "" : options_.seeds[index];
-  int64_t num_connections;
+  int64_t number;
   {
     Lock lock(mutex_);
-    num_connections = actors_[index].num_connections;
+    number = actors_[index].num_connections + actors_[index].num_failures;
   }
   auto stream = std::make_shared<OutgoingStream>(
-      addresses_[index], make_options(std::move(seed), num_connections), options_.credentials);
+      addresses_[index], make_options(std::move(seed), number), options_.credentials);
   Lock lock(mutex_);
   if (stopped_) throw ClosedError("the actors are stopped");
   actors_[index].stream = stream;
@@ -278,8 +279,17 @@ std::shared_ptr<EnvStream> ActorPool::create_stream(size_t index) {
 // Open the stream and return its first message, whose handshake is what was asked for and agrees
 // with the other servers'.
 const rpcenv::Step& ActorPool::open(size_t index, EnvStream& stream) {
-  const rpcenv::Step& first =
-      stream.open(Seconds(options_.connect_timeout_s), Seconds(options_.step_timeout_s));
+  const rpcenv::Step* message = nullptr;
+  try {
+    message = &stream.open(Seconds(options_.connect_timeout_s), Seconds(options_.step_timeout_s));
+  } catch (const TimeoutError&) {  // nobody has got the seed
+    throw;
+  } catch (const ServerError&) {
+    Lock lock(mutex_);
+    ++actors_[index].num_failures;
+    throw;
+  }
+  const rpcenv::Step& first = *message;
   try {
     agreement_.check_handshake(stream.peer(), first.handshake());
   } catch (const RefusedError& error) {

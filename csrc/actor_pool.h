@@ -89,6 +89,7 @@ class ActorPool {
     std::string peer;                   // empty: the place of a stream that has gone
     std::shared_ptr<EnvStream> stream;  // for other threads to cancel
     int64_t num_connections = 0;        // connections so far
+    int64_t num_failures = 0;           // environments that failed before they were connected
   };
 
   void act(size_t index);
@@ -98,7 +99,7 @@ class ActorPool {
   void run_stream(size_t index, EnvStream& stream, std::chrono::duration<double>* pause);
   std::shared_ptr<EnvStream> create_stream(size_t index);
   std::optional<size_t> add_stream(const std::shared_ptr<IncomingStream>& stream);
-  StreamOptions make_options(std::string seed, int64_t num_connections) const;
+  StreamOptions make_options(std::string seed, int64_t number) const;
   const rpcenv::Step& open(size_t index, EnvStream& stream);
   Nest<Array>::Tuple infer(size_t index, Nest<Array> env_outputs, Nest<Array> state);
   const rpcenv::Step& step(size_t index, EnvStream& stream, const Nest<Array>& action);

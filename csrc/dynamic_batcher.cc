@@ -75,8 +75,9 @@ std::unique_ptr<Batch> DynamicBatcher::next() {
       return std::make_unique<Batch>(shared_from_this(), std::move(calls), std::move(inputs));
     } catch (const std::invalid_argument&) {
       fail(calls, std::current_exception());  // the callers' error, not this thread's
-    } catch (...) {
-      fail(calls, std::current_exception());
+    } catch (const std::exception& error) {
+      // Not the same object: a Python error can be raised in one thread alone.
+      fail(calls, std::make_exception_ptr(std::runtime_error(error.what())));
       throw;
     }
   }

@@ -371,9 +371,9 @@ PYBIND11_MODULE(_C, m) {
       "certificate, our key.\nauth_token: token that the servers require.\n"
       "listener: a Listener, whose streams are actors, too, as they come and go.\n"
       "listener_seed: of its streams, as seeds; a stream's index and connections are added.")
-      .def(py::init(&make_actor_pool), py::arg("unroll_length"), py::arg("learner_queue"),
-           py::arg("inference_batcher"), py::arg("env_server_addresses"),
-           py::arg("initial_agent_state"))
+      .def(py::init(&make_actor_pool), py::arg("unroll_length"),
+           py::arg("learner_queue").none(false), py::arg("inference_batcher").none(false),
+           py::arg("env_server_addresses"), py::arg("initial_agent_state"))
       .def("run", &ActorPool::run, py::call_guard<NoGil>(),
            "Block until the queue or the batcher is closed. Raises the first failure: TimeoutError "
            "or ConnectionError for a server that cannot be reached or is lost.")

@@ -66,10 +66,11 @@ py::object export_dlpack(py::handle object) {
       return object.attr("copy")().attr("__dlpack__")();
     }
   }
+  // DLPack knows no lazy negation, as x.conj().imag has it; resolve_neg returns most as they are.
   if (object.attr("requires_grad").cast<bool>()) {
-    return torch().to_dlpack(object.attr("detach")());
+    return torch().to_dlpack(object.attr("detach")().attr("resolve_neg")());
   }
-  return torch().to_dlpack(object);
+  return torch().to_dlpack(object.attr("resolve_neg")());
 }
 
 Array import_dlpack(py::handle object) {

@@ -133,7 +133,7 @@ def survived(request, tmp_path_factory):
 
         near_server.process.kill()
         near_server.wait_for_members()  # the server notices by itself
-        wait_for_text(r"No environment server answers: waiting for \['", at)
+        wait_for_text(r"No stream is connected .*: waiting for \['", at)
         program.wait_until(lambda: latest("connected_actors") == 0)
 
         # Another one takes its place, which names no game, as forks' servers.
@@ -163,7 +163,7 @@ def test_a_run_survives_servers_killed_hanging_or_silent(survived):
     assert "Starting environment servers" not in survived.output
     reconnects = column(survived.rows, "reconnects")
     assert reconnects == sorted(reconnects) and reconnects[0] == 0 and reconnects[-1] >= 3
-    (line,) = set(re.findall(r"No environment server answers: .*", survived.output))
+    (line,) = set(re.findall(r"No stream is connected .*", survived.output))
     assert survived.near in line and survived.far in line
     assert "The environments play Catch" in survived.output
     assert survived.checkpoint["flags"]["env"] == "Catch"

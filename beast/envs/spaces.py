@@ -226,6 +226,8 @@ def _size(d, depth=0):
     if d["type"] == "MultiDiscrete":
         return sum(np.ravel(d["nvec"]).tolist())
     size = d["shape"] if d["type"] == "Box" else d["n"]
+    if isinstance(size, list) and len(size) > MAX_DEPTH:  # whose product could take hours
+        raise ValueError(f"there are more than {MAX_DEPTH} dimensions")
     size = math.prod(size) if isinstance(size, list) else size
     return size * np.dtype(d.get("dtype", bool)).itemsize
 

@@ -109,7 +109,9 @@ class Streams:
                 more = f" and {len(addresses) - 8} more" if len(addresses) > 8 else ""
                 if addresses:
                     logging.warning(
-                        "No environment server answers: waiting for %s%s", addresses[:8], more
+                        "No stream is connected (for errors see above): waiting for %s%s",
+                        addresses[:8],
+                        more,
                     )
                 if self._servers.listening is not None:
                     where = self._servers.listening.address

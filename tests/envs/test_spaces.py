@@ -81,6 +81,7 @@ TWO = {"type": "Discrete", "n": 2, "start": 0, "dtype": "int64"}
     ["no JSON", "[" * 10**5, "null", "{}", {"observation": {}}, {"action": {"type": "Graph"}},
      {"observation": BOX | {"shape": [10**6, 10**6]}}, {"observation": BOX | {"shape": [10**30]}},
      {"observation": BOX | {"shape": [-1, 2]}}, {"observation": BOX | {"dtype": "O"}},
+     {"observation": BOX | {"shape": 10**5 * [10]}},
      {"observation": BOX | {"low": 2}}, {"observation": BOX | {"low": [0, 0, 0]}},
      {"observation": {"type": "Tuple", "spaces": 9 * [BOX | {"shape": [2**23]}]}},
      {"observation": TWO | {"n": 10**12}}, {"action": TWO | {"n": 0}},

@@ -186,6 +186,14 @@ def test_a_stream_reconnects_with_a_new_seed_and_longer_pauses(start):
     assert all(seed.startswith("7") for seed in seeds) and len(set(seeds)) == len(seeds)
 
 
+def test_environments_that_cannot_be_made_get_another_seed(start):
+    server = start(FakeServer(say(rpcenv_pb2.Step(error="no level for this seed"))))
+    start(Rig([server.address], act_zero, (), reconnect=True, seeds=["7"]))
+    wait_until(lambda: len(server.metadata) >= 3)
+    seeds = [metadata["seed"] for metadata in server.metadata]
+    assert seeds[:3] == ["7,0", "7,1", "7,2"]
+
+
 def test_query_server_returns_what_a_server_says(start):
     said = {"spaces": '{"a": 1}', "stack_size": 0, "env": "Pong"}
     server = start(FakeServer(obey(3, **said)))
@@ -227,6 +235,8 @@ ARGUMENTS = {
      ({"step_timeout_s": 0}, ValueError, "timeout.*must be positive"),
      ({"connect_timeout_s": float("nan")}, ValueError, "timeout.*must be positive"),
      ({"step_timeout_s": float("nan")}, ValueError, "timeout.*must be positive"),
+     ({"learner_queue": None}, TypeError, "incompatible"),
+     ({"inference_batcher": None}, TypeError, "incompatible"),
      ({"initial_agent_state": torch.zeros(3)}, ValueError, "array is float32.3.")],
     ids=repr,
 )  # fmt: skip

@@ -179,6 +179,14 @@ def test_inputs_strided_read_only_or_empty_come_out_as_they_look(make):
     batch += 1  # a tensor of its own, with room for each entry
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_lazy_negation_is_not_lost(needs_grad):
+    x = torch.tensor([[1 + 2j, 3 - 4j]]).requires_grad_(needs_grad)
+    queue = BatchingQueue(batch_dim=0, maximum_batch_size=1)
+    queue.enqueue(x.conj().imag)
+    assert next(queue).tolist() == [[-2, 4]]
+
+
 @both
 def test_what_comes_out_is_detached_and_shares_no_memory(closable):
     closable = closable(batch_dim=0, maximum_batch_size=2)
@@ -264,6 +272,24 @@ def test_batches_may_be_in_pinned_memory():
 def test_pinned_memory_without_a_gpu_is_a_clear_error(closable):
     with pytest.raises(RuntimeError, match="(?i)pin.*(CUDA|accelerator)"):
         closable(pin_memory=True)
+
+
+def test_memory_that_cannot_be_pinned_fails_both_threads(monkeypatch):
+    empty, can_pin = torch.empty, True
+
+    def pin(*size, pin_memory=False, **kwargs):  # of a machine with a GPU
+        if pin_memory and not can_pin:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*size, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", pin)
+    batcher = DynamicBatcher(pin_memory=True)
+    can_pin = False
+    caller = Thread(batcher.compute, torch.zeros(1, 1))
+    with pytest.raises(RuntimeError, match="CUDA error: out of memory"):
+        next(batcher)
+    with pytest.raises(RuntimeError, match="CUDA error: out of memory"):
+        caller.result()
 
 
 def test_compute_returns_the_callers_own_part_of_the_outputs():
