@@ -101,7 +101,7 @@ stress: test-env build build/ctest-thread build/ctest-address,undefined ## open,
 	$(PYTEST) -s tests/libtorchbeast/test_stress.py $(ARGS)
 
 wheel: test-env build ## a wheel with gRPC's libraries in it, for machines like this, in wheelhouse/
-	rm -rf build/lib* build/bdist* build/wheel wheelhouse
+	rm -rf build/lib.* build/bdist.* build/wheel wheelhouse
 	.venv/bin/python -m pip wheel --no-build-isolation --no-deps -w build/wheel .
 	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/auditwheel repair -w wheelhouse build/wheel/*.whl
 

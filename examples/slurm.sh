@@ -7,8 +7,9 @@
 #     sbatch --array=3-8 slurm-123/environments
 #     scancel 124_2
 #SBATCH --job-name=torchbeast --time=12:00:00
-#SBATCH --requeue --open-mode=append --signal=B:TERM@120
+#SBATCH --requeue --open-mode=append --signal=B:USR1@120
 #SBATCH --nodes=1 --ntasks-per-node=1 --cpus-per-task=8 --gpus-per-node=1
+# As long as the learners, also where sbatch is given another --time for them.
 for_environments='--array=1-2 --time=12:00:00 --requeue --nodes=1 --ntasks=1 --cpus-per-task=32'
 
 set -euo pipefail
@@ -48,11 +49,13 @@ srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
 learning=$!
 
 # Two minutes before the time is up: the learners save and end, and the same job goes on later.
+# scancel sends SIGTERM to its steps; srun, sent one, would kill them.
 again=
-trap 'again=yes; kill -TERM "$learning"' TERM
+trap 'again=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap : TERM  # of scancel, which ends the job for good, once the learners have saved
 status=0
 wait "$learning" || status=$?  # a signal cuts it short
-[ -z "$again" ] || wait "$learning" || true
+wait "$learning" || true
 scancel --name="$name-env" || true  # which must not keep it from being requeued
 if [ "$again" ]; then
   scontrol requeue "$SLURM_JOB_ID"

@@ -38,6 +38,12 @@ if [ -e .venv/.incomplete ] || ! version=$($python -ISc "$get_version" 2>&1) ||
     'you have: make pong PYTHON=/path/to/python3.12'
   "$python" -c 'import ensurepip' 2>/dev/null || packages=" python$version-venv"
 fi
+[ -z "$create" ] || [ ! -e .venv ] || [ -d .venv/.from ] || [ -e .venv/.incomplete ] ||
+  fail 'There is a .venv that this script has not made: move it away, or use it by hand:' \
+    "  pip install -r $requirements"
+[ ! -e .venv/.from/folder ] || [ "$(cat .venv/.from/folder)" = "$PWD" ] ||
+  echo "This folder was $(cat .venv/.from/folder), whose name .venv holds: if a command is not" \
+    'found, remove .venv, and the same make sets it up again.'
 for file in $files; do cmp -s "$file" ".venv/.from/$file" || install=yes; done
 if [ "$compiler" ] && command -v apt-get >/dev/null; then
   { command -v make && command -v cmake && command -v protoc && command -v grpc_cpp_plugin &&
@@ -70,12 +76,15 @@ if [ "$create$install" ]; then
   mkdir -p .venv
   touch .venv/.incomplete
   [ -z "$create" ] || "$python" -m venv .venv
+  mkdir -p .venv/.from
+  .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip ||
+    fail 'There is no pip in .venv: remove that.'
   trap 'exit 130' INT  # bash would go on: after Ctrl-C, pip exits as if it had failed
   .venv/bin/python -m pip install --disable-pip-version-check -r "$requirements" || status=$?
   [ "$status" -gt 2 ] || rm .venv/.incomplete  # it ended by itself, even if it installed nothing
   [ "$status" = 0 ] ||
     fail "pip could not install $requirements, see above. Is there a network? The same make tries again."
-  mkdir -p .venv/.from
   cp $files .venv/.from/
+  [ -z "$create" ] || echo "$PWD" >.venv/.from/folder
 fi
 [ -z "$compiler" ] || touch .venv/.from/compiler

@@ -6,6 +6,7 @@ import os
 import random
 import secrets
 import shlex
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -22,8 +23,12 @@ PONG = "PongNoFrameskip-v4"
 
 # What Slurm would do, on this machine.
 SLURM = {
-    # Runs the command; its options come first.
-    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+    # Runs the command; its options come first. At SIGTERM it kills it.
+    "srun": """
+        while [ "${1#--}" != "$1" ]; do shift; done
+        "$@" & echo $! >"$JOBS/../step"
+        trap 'kill -KILL $!' TERM
+        wait $!""",
     "sbatch": """
         for word; do case $word in --array=*) array=${word#*=} ;; *) script=$word ;; esac; done
         array=${array:-$(sed -n 's/^#SBATCH .*--array=\\([0-9-]*\\).*/\\1/p' "$script")}
@@ -32,6 +37,7 @@ SLURM = {
           echo $! >"$JOBS/$task"
         done""",
     "scancel": """
+        if [ "$1" = --signal=TERM ]; then exec kill -TERM $(cat "$JOBS/../step"); fi
         echo "$@" >>"$JOBS/../canceled"
         for job in "$JOBS"/*; do [ ! -e "$job" ] || { kill $(cat "$job"); rm "$job"; }; done""",
     "scontrol": '[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >>"$JOBS/../asked"',
@@ -101,22 +107,33 @@ def test_slurm_has_environments_come_and_go_and_requeues(slurm, tmp_path):
         count = script.output.count("| actors 2 |")
         script.wait_until(lambda: script.output.count("| actors 2 |") > count)  # that one left
         (tmp_path / "jobs" / "3").unlink()
-        script.process.terminate()
+        script.process.send_signal(signal.SIGUSR1)  # the time is nearly up
         status, output = script.end()
-        assert status == 128 + 15, output
+        assert status == 128 + signal.SIGUSR1, output
         script.wait_for_members()
     step = last_step(run)
     assert torch.load(run / "model.tar")["step"] == step
     assert (tmp_path / "asked").read_text() == f"requeue {slurm.job}\n"
 
+    with slurm(ROOT / "examples/slurm.sh", *arguments) as script:
+        script.wait_until(lambda: "Resuming" in script.output and last_step(run) > step)
+        # As scancel does, to the script and to its steps.
+        os.kill(int((tmp_path / "step").read_text()), signal.SIGTERM)
+        script.process.terminate()
+        status, output = script.end()
+        script.wait_for_members()
+    step = last_step(run)
+    assert torch.load(run / "model.tar")["step"] == step and not job.exists()
+    assert (tmp_path / "asked").read_text() == f"requeue {slurm.job}\n"  # that of before
+
     with slurm(ROOT / "examples/slurm.sh", *arguments, f"--total_steps {step + 500}") as script:
         script.wait_until(lambda: "Resuming" in script.output)
-        assert token.read_text() == secret
+        assert token.read_text() != secret  # the job was over
         status, output = script.end()
         assert status == 0 and "has come" in output, output
         script.wait_for_members()
     assert last_step(run) >= step + 500 and not job.exists()
-    assert (tmp_path / "canceled").read_text() == 4 * f"--name={name}-env\n"
+    assert (tmp_path / "canceled").read_text() == 6 * f"--name={name}-env\n"
 
 
 def read_kubernetes():

@@ -61,6 +61,10 @@ def test_flags_of_the_learner_hold_where_none_are_given():
     flags = server_processes.parse_flags(polybeast_env.parser, words)
     assert (flags.env, flags.frame_skip, flags.max_pool) == ("Breakout", 3, False)
     assert flags.envs_per_stream == 8 and not hasattr(flags, "unknown")
+    secrets = "--tls_cert server.pem --tls_key server.key --insecure --noop_max 3".split()
+    words = ["--learner", "host:1", "--learner_flags", json.dumps(secrets)]
+    flags = server_processes.parse_flags(polybeast_env.parser, words)
+    assert (flags.tls_cert, flags.tls_key, flags.insecure, flags.noop_max) == (None, None, False, 3)
 
 
 @pytest.mark.whole

@@ -30,6 +30,7 @@ from beast.processes.lifetime import (
 )
 from beast.processes.supervisor import Supervisor
 from beast.processes.watchdog import PATIENCE, Watchdog, print_stacks_on_signal
+from beast.servers import credentials
 from beast.servers.addresses import remove_folder, remove_socket
 
 PAUSES = (1, 2, 4, 8, 16, 30)  # seconds before a restart, by the number of consecutive deaths
@@ -54,6 +55,7 @@ def parse_flags(parser, argv=None):
     if isinstance(learner_flags, list):  # some of which only a learner knows
         learner_flags = vars(parser.parse_known_args(learner_flags)[0])
     known = {action.dest for action in parser._actions} & learner_flags.keys()
+    known -= {*credentials.FLAGS, "insecure"}  # a learner's are not good for a server
     namespace = argparse.Namespace(**{name: learner_flags[name] for name in known})
     return parser.parse_args(argv, namespace)
 

@@ -104,6 +104,18 @@ def test_without_a_network_it_fails_and_tries_again(machine):
     assert machine.run() == ""
 
 
+def test_an_environment_of_somebody_else_is_left_alone(machine):
+    (machine.venv / "lib" / "python3.10").mkdir(parents=True)
+    assert "a .venv that this script has not made: move it" in machine.run(fails=True)
+    assert (machine.venv / "lib" / "python3.10").exists() and not machine.log("pip")
+
+
+def test_a_folder_that_was_renamed_is_told(machine):
+    machine.run()
+    (machine.venv / ".from" / "folder").write_text("/before\n")
+    assert machine.run().startswith("This folder was /before, whose name .venv holds")
+
+
 @pytest.mark.parametrize("how", ["KILL", "INT"])
 def test_an_environment_where_pip_was_interrupted_is_made_again(machine, how):
     # Ctrl-C reaches pip, which exits with 1, and the shell: bash (sh on Fedora) goes on then.
