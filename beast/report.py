@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from beast.parser import positive
-from beast.plot import describe_flags
+from beast.plot import COLORS, describe_flags
 from beast.runs import statistics
 from beast.runs.curves import RETURNS, PlotError, group, read_run
 
@@ -30,7 +30,6 @@ STATISTICS = {
     "mean": statistics.mean,
     "optimality gap": statistics.optimality_gap,
 }
-COLORS = ["#0072b2", "#d55e00", "#008060", "#b0478f", "#a87900", "#6b5b50"]
 NUM_POINTS = 30  # of a curve of interquartile means
 
 # fmt: off

@@ -16,6 +16,7 @@ import time
 from collections import deque
 
 from beast.errors import EnvError, FlagError
+from beast.learners.learner import ENDS
 from beast.parser import Parser
 from beast.processes.lifetime import StopSignals, Threads
 from beast.processes.watchdog import Watchdog, print_stacks_on_signal
@@ -28,7 +29,6 @@ CENTURY = 3e9  # seconds; where more are left, none are shown, since timedelta h
 LOG_UPDATES = 50  # updates between rows with --deterministic, where time must not matter
 MAX_SKIPPED = 10  # updates in a row that are not finite
 RESERVED = {"_tick", "_time", "step", "steps_per_second", "learning_rate", "learner_wait"}
-ENDS = ("done", "episode_return", "game_done", "game_return")  # keys that returns are read from
 
 
 class Run:
