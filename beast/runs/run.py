@@ -21,8 +21,9 @@ from beast.parser import Parser
 from beast.processes.lifetime import StopSignals, Threads
 from beast.processes.watchdog import Watchdog, print_stacks_on_signal
 from beast.runs import checkpoint, checkpoint_writer, diagnostics
+from beast.runs.handover import Handover
 from beast.runs.profiling import CPUEnergy, Stopwatch, UpdateProfiler, WaitFractions
-from beast.runs.run_folder import LearnerLog, RunFolder, resume_command
+from beast.runs.run_folder import resume_command
 
 LOG_INTERVAL = 5  # seconds
 CENTURY = 3e9  # seconds; where more are left, none are shown, since timedelta has a largest one
@@ -67,14 +68,11 @@ class Run:
         self._learner_waits = Stopwatch(getattr(flags, "num_learner_threads", 1))
         self._wait_fractions = WaitFractions()
         self._profiler = UpdateProfiler(flags)
-        self._folder_failure = ""  # why this learner cannot write into the run's folder
 
     def __enter__(self):
         if not self._flags.disable_checkpoint:
             checkpoint.to_bytes(checkpoint.pack(self._flags, self._learner))
-        name = self._group.name  # empty where this learner has the run's folder from the start
-        self._folder = LearnerLog(self._flags, name) if name else None
-        self._group.from_rank_0(self._open_folder)
+        self._handover = Handover(self._flags, self._learner)
         self.path = self._folder.path
         self._signals.catch()
         try:
@@ -85,9 +83,9 @@ class Run:
             raise
         return self
 
-    def _open_folder(self):
-        if self._folder is None:
-            self._folder = RunFolder(self._flags)
+    @property
+    def _folder(self):
+        return self._handover.folder
 
     def _start(self):
         names = Parser.flag_names(self._flags.program)
@@ -119,7 +117,7 @@ class Run:
         self._group.leave(is_over=error is None)
         status, failure = "ended", ""
         try:
-            self._take_folder(at_end=isinstance(error, EnvError))
+            self._handover.take(at_end=isinstance(error, EnvError))
             if self._folder.evaluations:
                 self._folder.evaluations.close()
             if self._folder.checkpoints:
@@ -130,7 +128,7 @@ class Run:
                 self.tick()
             except FlagError as gone:  # its folder; the run's own error is to be seen
                 failure = failure or str(gone)
-            failure = failure or self._folder_failure
+            failure = failure or self._handover.failure
             if failure and error is None:
                 status = f"ended, but {failure}"
             self._announce_resume()
@@ -151,57 +149,6 @@ class Run:
         is_wanted = self._group.by_torchrun and self._signals.first
         if failure and error is None and not is_wanted:
             raise FlagError(failure)
-
-    def _take_folder(self, at_end=False):
-        """Take over the run's folder from another learner, if it is now this learner's.
-
-        Args:
-          at_end: whether all learners are ending; then the one with the newest weights takes it.
-        """
-        if self._folder.checkpoints or self._group.by_torchrun:
-            return
-        if self._group.rank != 0:
-            self._folder_failure = ""
-            if not at_end or self._group.rank is None:
-                return
-        folder = None
-        try:
-            saved = checkpoint.load(self._flags) if at_end else None
-            if saved is not None and saved["step"] >= self._learner.step:
-                return
-            folder = RunFolder(self._flags)
-            if not at_end:
-                self._catch_up()
-            folder.start(self._learner)
-        except FlagError as error:  # the other one may be stopped, or about to end
-            if folder is not None:
-                folder.close("")
-            if not self._folder_failure:
-                logging.error("This learner cannot write logs and checkpoints: %s", error)
-            self._folder_failure = f"nothing was saved: {error}"
-            return
-        self._folder_failure = ""
-        self._folder.close("")
-        self._folder = folder
-        logging.info("This learner writes logs and checkpoints from here on")
-
-    def _catch_up(self):
-        """Resume the checkpoint again, if others have gone on while this waited for a batch."""
-        with self._learner.lock:
-            try:
-                saved, own = checkpoint.load(self._flags), self._learner.step
-            except FlagError as error:  # it is damaged, and will be replaced
-                if isinstance(error.__context__, OSError):  # which may not last
-                    raise
-                return
-            if saved is None or saved["step"] <= own:
-                return
-            if self._group.size > 1:  # the other one has taken this learner's weights
-                raise FlagError(f"the checkpoint is of step {saved['step']:,}, this of {own:,}")
-            checkpoint.resume(self._flags, self._learner)
-            self._group.share_state(self._learner)
-            self._learner.publish()
-            logging.info("Resuming again, at step %s, where others ended", f"{saved['step']:,}")
 
     def threads(self, on_exit):
         """Return Threads that end, as does the run, when one of them fails; see Threads."""
@@ -282,7 +229,7 @@ class Run:
         interval = min(LOG_INTERVAL, self._flags.checkpoint_interval_s)
         while not self.stop.wait(interval):
             self.watchdog.beat("looks after the run")
-            self._take_folder()
+            self._handover.take()
             if not getattr(self._flags, "deterministic", False):
                 self.tick()
             checkpoints = self._folder.checkpoints

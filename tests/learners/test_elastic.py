@@ -314,10 +314,10 @@ def test_a_learner_that_cannot_take_over_tries_again(small_disk, take_part, capl
     with take_part(small_disk, rank=0) as run:
         mend = spoil(small_disk)
         for _ in range(2):
-            run._take_folder()
+            run._handover.take()
         mend()
         assert len(re.findall(CANNOT_WRITE + reason, caplog.text)) == 1
-        run._take_folder()
+        run._handover.take()
         assert caplog.messages[-1] == "This learner writes logs and checkpoints from here on"
     assert load(small_disk / "run" / "model.tar")["step"] == 200
     assert read_meta(small_disk / "run")["status"] == "ended"
@@ -327,7 +327,7 @@ def test_a_learner_that_takes_over_replaces_a_damaged_checkpoint(tmp_path, take_
     model = tmp_path / "run" / "model.tar"
     with take_part(tmp_path, rank=0) as run:
         model.write_bytes(b"damaged")
-        run._take_folder()
+        run._handover.take()
         assert caplog.messages[-1] == "This learner writes logs and checkpoints from here on"
     assert load(model)["step"] == 200
 
@@ -335,7 +335,7 @@ def test_a_learner_that_takes_over_replaces_a_damaged_checkpoint(tmp_path, take_
 def test_a_late_learner_resumes_what_the_others_have_saved(tmp_path, take_part, caplog):
     with take_part(tmp_path, rank=0) as run:
         save(parse(tmp_path), num_updates=5)  # by a writer that has ended since
-        run._take_folder()
+        run._handover.take()
         assert run._learner.step == 500 and "Resuming again, at step 500" in caplog.text
     assert load(tmp_path / "run" / "model.tar")["step"] == 500
 
@@ -346,10 +346,10 @@ def test_a_late_learner_replaces_nothing_that_it_cannot_read(
     with take_part(tmp_path, rank=0) as run, monkeypatch.context() as patch:
         save(parse(tmp_path), num_updates=5)
         patch.setattr(torch, "load", mock.Mock(side_effect=OSError("Input/output error")))
-        run._take_folder()
+        run._handover.take()
         assert f"{CANNOT_WRITE}cannot read the checkpoint" in caplog.text
         patch.undo()
-        run._take_folder()
+        run._handover.take()
         assert run._learner.step == 500
 
 
@@ -358,7 +358,7 @@ def test_a_late_group_does_not_take_over_a_newer_checkpoint(tmp_path, take_part,
         with take_part(tmp_path, rank=0) as run:
             run._group.size = 2
             save(parse(tmp_path), num_updates=5)
-            run._take_folder()
+            run._handover.take()
             assert run._learner.step == 200
     assert load(tmp_path / "run" / "model.tar")["step"] == 500
 
