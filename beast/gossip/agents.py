@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from beast.errors import EnvError
-from beast.learners.learner import ENDS, Batch
+from beast.learners.learner import Batch
 from beast.nest import map_nest
 from beast.processes.fork_server import child_main
 from beast.processes.supervisor import Supervisor
 from beast.processes.watchdog import PATIENCE, Lookout
 from beast.runs.diagnostics import is_finite
-from beast.runs.run import MAX_SKIPPED
+from beast.runs.run import ENDS, MAX_SKIPPED
 
 NEVER = 2**62
 # Limits on an agent's updates: after HOLD it stops until told to go on; after PACE it waits until

@@ -14,7 +14,6 @@ from beast.learners import learner_group
 from beast.nest import leaves_of, map_nest
 
 SMALLEST_SQUARE = 1e-36  # lower bound that raise_squares sets
-ENDS = ("done", "episode_return", "game_done", "game_return")  # keys that returns are read from
 
 
 class Batch(NamedTuple):

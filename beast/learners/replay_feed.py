@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from beast.errors import FlagError
-from beast.learners.learner import ENDS, Batch
+from beast.learners.learner import Batch
 from beast.nest import map_nest
+from beast.runs.run import ENDS
 
 MAX_UPDATES = 8  # updates between two versions of the weights, unless --deterministic
 

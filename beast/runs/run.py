@@ -16,7 +16,6 @@ import time
 from collections import deque
 
 from beast.errors import EnvError, FlagError
-from beast.learners.learner import ENDS
 from beast.parser import Parser
 from beast.processes.lifetime import StopSignals, Threads
 from beast.processes.watchdog import Watchdog, print_stacks_on_signal
@@ -29,6 +28,7 @@ LOG_INTERVAL = 5  # seconds
 CENTURY = 3e9  # seconds; where more are left, none are shown, since timedelta has a largest one
 LOG_UPDATES = 50  # updates between rows with --deterministic, where time must not matter
 MAX_SKIPPED = 10  # updates in a row that are not finite
+ENDS = ("done", "episode_return", "game_done", "game_return")  # keys that returns are read from
 RESERVED = {"_tick", "_time", "step", "steps_per_second", "learning_rate", "learner_wait"}
 
 
