@@ -16,7 +16,6 @@ torch, no compiler.
 To serve another environment, edit create_env.
 """
 
-import contextlib
 import itertools
 import os
 import signal
@@ -26,7 +25,7 @@ import zlib
 
 import atari_wrappers
 from beast.envs import gym_envs
-from beast.envs.environments import create_environments, try_out
+from beast.envs.environments import create_environments, sample_environment
 from beast.parser import Parser, non_negative, positive
 from beast.processes.lifetime import start_logging
 from beast.processes.watchdog import print_stacks_on_signal
@@ -100,9 +99,7 @@ def run_server(flags, address, seed=(0,), started=None, stop_signals=(), busy_si
         return create_environments(flags, create_env, num_envs, stream_seed or own_seed, name)
 
     with server_processes.busy(busy_since):
-        sample = create_environments(flags, create_env, 1, [flags.seed], "the environment")
-        with contextlib.closing(sample):
-            try_out(sample, flags)
+        sample_environment(flags, create_env)
     if "cv2" in sys.modules:
         sys.modules["cv2"].setNumThreads(1)
     options = {"make_environments": make_environments, "env": flags.env, "busy_since": busy_since}

@@ -43,9 +43,9 @@ class ActorPool {
     bool dict_outputs = false;
     std::optional<int64_t> num_envs;           // N to ask servers for; unset: the server's choice
     std::optional<int64_t> expected_num_envs;  // N required of every handshake
-    // Of streams to servers: one a stream, or none; its earlier connections are added.
+    // Of streams to servers: one a stream, or none; the number of the attempt is added.
     std::vector<std::string> seeds;
-    // Of the listener's streams, or empty; a stream's index and earlier connections are added.
+    // Of the listener's streams, or empty; a stream's index and the attempt's number are added.
     std::string listener_seed;
     bool newest_frame_only = false;
     bool reconnect = false;
@@ -89,7 +89,7 @@ class ActorPool {
     std::string peer;                   // empty: the place of a stream that has gone
     std::shared_ptr<EnvStream> stream;  // for other threads to cancel
     int64_t num_connections = 0;        // connections so far
-    int64_t num_failures = 0;           // environments that failed before they were connected
+    int64_t num_failures = 0;           // streams that failed before their handshake
   };
 
   void act(size_t index);

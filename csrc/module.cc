@@ -370,7 +370,8 @@ PYBIND11_MODULE(_C, m) {
       "tls: PEM texts: certificate of the authority that signed the servers' certificates, our "
       "certificate, our key.\nauth_token: token that the servers require.\n"
       "listener: a Listener, whose streams are actors, too, as they come and go.\n"
-      "listener_seed: of its streams, as seeds; a stream's index and connections are added.")
+      "listener_seed: of its streams, as seeds; a stream's index and the attempt's number are "
+      "added.")
       .def(py::init(&make_actor_pool), py::arg("unroll_length"),
            py::arg("learner_queue").none(false), py::arg("inference_batcher").none(false),
            py::arg("env_server_addresses"), py::arg("initial_agent_state"))

@@ -9,7 +9,7 @@
 #SBATCH --job-name=torchbeast --time=12:00:00
 #SBATCH --requeue --open-mode=append --signal=B:USR1@120
 #SBATCH --nodes=1 --ntasks-per-node=1 --cpus-per-task=8 --gpus-per-node=1
-# As long as the learners, also where sbatch is given another --time for them.
+# Keep this --time equal to the learners', also to one that is given to sbatch.
 for_environments='--array=1-2 --time=12:00:00 --requeue --nodes=1 --ntasks=1 --cpus-per-task=32'
 
 set -euo pipefail
@@ -51,11 +51,11 @@ learning=$!
 # Two minutes before the time is up: the learners save and end, and the same job goes on later.
 # scancel sends SIGTERM to its steps; srun, sent one, would kill them.
 again=
-trap 'again=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap 'again=yes; scancel --signal=TERM "$SLURM_JOB_ID" || kill -TERM "$learning"' USR1
 trap : TERM  # of scancel, which ends the job for good, once the learners have saved
 status=0
-wait "$learning" || status=$?  # a signal cuts it short
-wait "$learning" || true
+wait "$learning" || status=$?  # signals cut it short
+while kill -0 "$learning" 2>/dev/null; do wait "$learning" || true; done
 scancel --name="$name-env" || true  # which must not keep it from being requeued
 if [ "$again" ]; then
   scontrol requeue "$SLURM_JOB_ID"

@@ -38,10 +38,10 @@ if [ -e .venv/.incomplete ] || ! version=$($python -ISc "$get_version" 2>&1) ||
     'you have: make pong PYTHON=/path/to/python3.12'
   "$python" -c 'import ensurepip' 2>/dev/null || packages=" python$version-venv"
 fi
-[ -z "$create" ] || [ ! -e .venv ] || [ -d .venv/.from ] || [ -e .venv/.incomplete ] ||
+[ ! -e .venv ] || [ -d .venv/.from ] || [ -e .venv/.incomplete ] ||
   fail 'There is a .venv that this script has not made: move it away, or use it by hand:' \
     "  pip install -r $requirements"
-[ ! -e .venv/.from/folder ] || [ "$(cat .venv/.from/folder)" = "$PWD" ] ||
+[ ! -e .venv/.from/folder ] || [ "$(cat .venv/.from/folder)" = "$(pwd -P)" ] ||
   echo "This folder was $(cat .venv/.from/folder), whose name .venv holds: if a command is not" \
     'found, remove .venv, and the same make sets it up again.'
 for file in $files; do cmp -s "$file" ".venv/.from/$file" || install=yes; done
@@ -77,6 +77,7 @@ if [ "$create$install" ]; then
   touch .venv/.incomplete
   [ -z "$create" ] || "$python" -m venv .venv
   mkdir -p .venv/.from
+  [ -z "$create" ] || pwd -P >.venv/.from/folder
   .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip ||
     fail 'There is no pip in .venv: remove that.'
   trap 'exit 130' INT  # bash would go on: after Ctrl-C, pip exits as if it had failed
@@ -85,6 +86,5 @@ if [ "$create$install" ]; then
   [ "$status" = 0 ] ||
     fail "pip could not install $requirements, see above. Is there a network? The same make tries again."
   cp $files .venv/.from/
-  [ -z "$create" ] || echo "$PWD" >.venv/.from/folder
 fi
 [ -z "$compiler" ] || touch .venv/.from/compiler

@@ -108,11 +108,13 @@ def test_slurm_has_environments_come_and_go_and_requeues(slurm, tmp_path):
         script.wait_until(lambda: script.output.count("| actors 2 |") > count)  # that one left
         (tmp_path / "jobs" / "3").unlink()
         script.process.send_signal(signal.SIGUSR1)  # the time is nearly up
+        script.wait_until(lambda: "Caught SIGTERM" in script.output)
+        script.process.terminate()  # it is, perhaps before the learners have saved
         status, output = script.end()
         assert status == 128 + signal.SIGUSR1, output
         script.wait_for_members()
     step = last_step(run)
-    assert torch.load(run / "model.tar")["step"] == step
+    assert torch.load(run / "model.tar")["step"] == step and job.exists()
     assert (tmp_path / "asked").read_text() == f"requeue {slurm.job}\n"
 
     with slurm(ROOT / "examples/slurm.sh", *arguments) as script:

@@ -33,6 +33,9 @@ def create(flags):
     if may_have_one and flags.env not in masks_in_info:
         # Another copy plays, since the first reset of each is to be with its own seed. This one is
         # closed before: some environments can exist only once.
+        if flags.render_mode is not None:  # whose window is for playing
+            env.close()
+            env = _make(flags.env, None)
         with contextlib.closing(env):
             result = env.reset(seed=0)
         masks_in_info[flags.env] = isinstance(result, tuple) and ACTION_MASK in result[-1]

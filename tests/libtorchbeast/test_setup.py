@@ -104,14 +104,20 @@ def test_without_a_network_it_fails_and_tries_again(machine):
     assert machine.run() == ""
 
 
-def test_an_environment_of_somebody_else_is_left_alone(machine):
-    (machine.venv / "lib" / "python3.10").mkdir(parents=True)
+@pytest.mark.parametrize("version", ["3.10", "3.11"])
+def test_an_environment_of_somebody_else_is_left_alone(machine, version):
+    (machine.venv / "lib" / f"python{version}").mkdir(parents=True)
+    (machine.venv / "bin").mkdir()
+    (machine.venv / "bin" / "python").symlink_to(machine.repo.parent / "bin" / "python3")
     assert "a .venv that this script has not made: move it" in machine.run(fails=True)
-    assert (machine.venv / "lib" / "python3.10").exists() and not machine.log("pip")
+    assert (machine.venv / "lib" / f"python{version}").exists() and not machine.log("pip")
+    assert not (machine.venv / ".incomplete").exists()
 
 
 def test_a_folder_that_was_renamed_is_told(machine):
+    machine.run(PIP="exit 1", fails=True)
     machine.run()
+    assert (machine.venv / ".from" / "folder").read_text() == f"{machine.repo}\n"
     (machine.venv / ".from" / "folder").write_text("/before\n")
     assert machine.run().startswith("This folder was /before, whose name .venv holds")
 
