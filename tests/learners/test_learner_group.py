@@ -7,6 +7,7 @@ import subprocess
 import threading
 from types import SimpleNamespace
 
+import gymnasium as gym
 import pytest
 import rank
 import small_run
@@ -228,8 +229,9 @@ def test_streams_of_ranks_play_with_seeds_of_their_own(monkeypatch):
         streams.libtorchbeast, "ActorPool", lambda *args, seeds, **kwargs: found.append(seeds)
     )
     fake = SimpleNamespace(
-        addresses=["a", "b"], num_envs=2, spaces="", env=None, credentials={}, listening=None
-    )
+        addresses=["a", "b"], num_envs=2, spaces="", env=None, credentials={}, listening=None,
+        observation_space=gym.spaces.Discrete(2), action_space=gym.spaces.Discrete(2),
+    )  # fmt: skip
     for number in range(3):
         flags = polybeast.parser.parse_args(["--num_actors", "4", "--seed", "7"])
         flags.rank = number
