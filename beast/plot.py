@@ -110,6 +110,18 @@ def describe_runs(groups):
     return lines
 
 
+def describe_commits(groups):
+    """Return a line for each label whose runs are of several commits."""
+    commits = {
+        label: {c for run in members for c in run.commits} for label, members in groups.items()
+    }
+    return [
+        f"{label}: runs of several commits ({', '.join(sorted(found))})"
+        for label, found in commits.items()
+        if len(found) > 1
+    ]
+
+
 def describe_flags(groups):
     """Return a line for each flag in which curves differ."""
     groups = {label: members for label, members in groups.items() if members[0].meta}
@@ -157,13 +169,11 @@ def collect_curves(flags):
         raise PlotError(f"--x is {flags.x}; it must be some of {','.join(X_AXES)}")
     groups = group(runs)
     for label, members in groups.items():
-        if len(commits := {commit for run in members for commit in run.commits}) > 1:
-            notes.append(f"{label}: one curve of several commits ({', '.join(sorted(commits))})")
         ends = {run.columns["steps"][-1]: run.name for run in members}
         if (end := min(ends)) < 0.9 * max(ends):
             notes.append(f"{label}: ends at {end:,.0f} steps, as {ends[end]} does")
     data = collect(groups, metrics, flags.common, x_names)
-    lines = [*describe_runs(groups), *describe_flags(groups), *notes]
+    lines = [*describe_runs(groups), *describe_flags(groups), *describe_commits(groups), *notes]
     return data, lines, runs[0].path.parent
 
 

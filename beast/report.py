@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from beast.parser import positive
-from beast.plot import COLORS, describe_flags
+from beast.plot import COLORS, describe_commits, describe_flags, describe_runs
 from beast.runs import statistics
 from beast.runs.curves import RETURNS, PlotError, group, read_run
 
@@ -223,8 +223,10 @@ def describe(games, scores, normalized, published):
         lines.append(f"| {game} | {' | '.join(cells)} |")
     lines += [
         "",
-        "Normalized scores; intervals of 95 % by a stratified bootstrap, where a game "
-        "has two runs or more.",
+        "Normalized scores. Intervals are of 95 % by a stratified bootstrap over the runs of each "
+        "game. Of few runs they are too narrow: with 2, 3, 5 and 10 runs of each of five games "
+        "they have the true value in about 75, 86, 91 and 94 % of cases.",
+        "",
     ]
     return "\n".join(lines) + "\n"
 
@@ -291,7 +293,8 @@ def main(argv=None):
     notes = []
     runs = [read_run(argument, notes) for argument in flags.runs]
     runs = list({(run.label, run.path.resolve()): run for run in runs}.values())  # `latest`, say
-    notes.append(f"Scores are of {choose_returns(runs)}")
+    at = "at the end" if flags.steps is None else f"after {flags.steps:,} steps"
+    notes.append(f"Scores are of {choose_returns(runs)} {at}")
     ends = {run.columns["steps"][-1]: run.path for run in runs}
     if flags.steps is None and (end := min(ends)) < 0.9 * max(ends):
         notes.append(f"{ends[end]} ends at {end:,.0f} steps, others later: compare by --steps")
@@ -300,7 +303,7 @@ def main(argv=None):
         raise PlotError("some runs have a label and some have none: write LABEL=RUN for all")
     groups = group(runs) if "" not in labels else {"runs": runs}
     notes += [line for line in describe_flags(groups) if not line.startswith("--env:")]
-    notes += describe_mixtures(groups)
+    notes += describe_mixtures(groups) + describe_commits(groups) + describe_runs(groups)
     games, scores = tabulate(groups, flags.steps)
     references = read_references(flags.scores)
 
@@ -321,8 +324,9 @@ def main(argv=None):
         {agent: normalized(by_steps) for agent, by_steps in published.items()},
         picture,
     )
+    text += "".join(f"- {note}\n" for note in notes)
     table.write_text(f"{text}\n![Intervals and performance profiles]({picture.name})\n")
-    print(*notes, text, sep="\n")
+    print(text)
     print(f"Wrote {table} and {picture}")
 
 

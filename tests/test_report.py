@@ -95,6 +95,9 @@ def test_a_report_has_tables_and_a_picture(runs, tmp_path, capsys):
     assert f"| old | 2 x 2 games | {middle:.3f} (" in text
     assert (tmp_path / "out.png").stat().st_size > 10_000 and "out.png" in text
     assert text.splitlines()[0] in capsys.readouterr().out
+    # What it says of its runs can be cited with it.
+    assert "- Scores are of mean_game_return at the end" in text
+    assert f"- old: {runs[0].partition('=')[2]}/logs.csv: return 14.1, 3,000 steps" in text
 
 
 def test_a_run_with_two_names_counts_once_and_has_no_interval(tmp_path, capsys):
@@ -135,16 +138,23 @@ def test_games_are_not_compared_with_lives(tmp_path, capsys):
     assert "Scores are of mean_episode_return" in capsys.readouterr().out
 
 
+def with_commit(meta, commit):
+    return json.dumps(json.loads(meta) | {"git": {"commit": commit}})
+
+
 def test_only_games_of_atari_go_by_one_name(tmp_path, capsys):
     names = ["PongNoFrameskip-v4", "ALE/Pong-v5", "CartPole-v0", "CartPole-v1", "MinAtar/Pong-v1"]
     runs = [read_run(str(write_run(tmp_path / str(i), n, [1, 2])), []) for i, n in enumerate(names)]
     assert [report.name_game(run) for run in runs] == ["pong", "pong", *names[2:]]
     one, two = (tmp_path / name for name in "01")
     text = (two / "meta.json").read_text()
-    (two / "meta.json").write_text(text.replace('"env"', '"sticky_actions": 0.25, "env"'))
+    text = text.replace('"env"', '"sticky_actions": 0.25, "env"')
+    (one / "meta.json").write_text(with_commit((one / "meta.json").read_text(), "abcdefg"))
+    (two / "meta.json").write_text(with_commit(text, "1234567"))
     report.main([str(one), str(two), "--output", str(tmp_path / "out")])
     output = capsys.readouterr().out
     assert "runs: --sticky_actions is -, 0.25 in runs of one agent" in output
+    assert "runs: runs of several commits (" in output
     assert "pong is of PongNoFrameskip-v4, ALE/Pong-v5" in output
 
 
@@ -155,7 +165,7 @@ def test_runs_that_do_not_overlap_have_no_curve(tmp_path):
     assert "| pong | 1.0, 2.0 |" in (tmp_path / "out.md").read_text()
 
 
-def test_published_means_stand_beside_the_runs(runs, tmp_path, capsys):
+def test_published_means_stand_beside_the_runs(runs, tmp_path):
     published = tmp_path / "published.csv"
     published.write_text(
         "agent,game,steps,return\nDQN,pong,2000,0\nDQN,beam_rider,2000,1000\nDQN,pong,3000,10\n"
@@ -169,8 +179,9 @@ def test_published_means_stand_beside_the_runs(runs, tmp_path, capsys):
     middle = ((10 + 20.7) / (14.6 + 20.7) + (2000 - 363.9) / (16926.5 - 363.9)) / 2
     assert f"| DQN (published) | means | {middle:.3f} | " in text
     report.main([*runs, *output])  # who does not say at how many steps gets the curves alone
-    assert "published" not in (tmp_path / "out.md").read_text()
-    assert "is without DQN (published): no means at --steps None" in capsys.readouterr().out
+    text = (tmp_path / "out.md").read_text()
+    assert "| DQN (published)" not in text
+    assert "- the table is without DQN (published): no means at --steps None" in text
 
 
 def write(folder, text):
