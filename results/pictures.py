@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the pictures of this folder, and print the tables that its README shows.
+"""Draw the pictures of this folder, and print figures of its tables.
 
     python results/pictures.py
 
 A suite is a folder of runs, which are folders with meta.json and logs.csv. published.csv has what
-others reported, which the pictures show as broken lines; README.md has the protocols.
+others reported, which the pictures show as broken lines; the READMEs have the protocols.
 """
 
 import csv

@@ -122,7 +122,7 @@ MOST_WORDS = {
     "docs/*.md": 10_000,
     "benchmarks/README.md": 2_000,
     "campaigns/README.md": 800,
-    "results/README.md": 2_500,
+    "results/README.md": 1_500,
 }
 
 
