@@ -25,7 +25,7 @@ def create(flags):
         from minatar.gym import register_envs
 
         register_envs()
-    env = _make(flags.env, flags.render_mode)
+    env = make(flags.env, flags.render_mode)
     if is_spec_of_game(env.spec):  # which is_game does not know by this name
         raise FlagError(f"{flags.env} is ale-py's {env.spec.id}: give --env {env.spec.id}")
     has_mask = ACTION_MASK in getattr(env.observation_space, "spaces", ())
@@ -35,27 +35,39 @@ def create(flags):
         # closed before: some environments can exist only once.
         if flags.render_mode is not None:  # whose window is for playing
             env.close()
-            env = _make(flags.env, None)
+            env = make(flags.env)
         with contextlib.closing(env):
             result = env.reset(seed=0)
         masks_in_info[flags.env] = isinstance(result, tuple) and ACTION_MASK in result[-1]
-        env = _make(flags.env, flags.render_mode)
+        env = make(flags.env, flags.render_mode)
     if flags.observation_keys:
         env = _keep(env, read_keys(env, flags.observation_keys))
     return ObserveMask(env) if may_have_one and masks_in_info[flags.env] else env
 
 
-def _make(env_id, render_mode):
-    make = functools.partial(gym.make, env_id, disable_env_checker=True)  # Environments checks
+def make(env_id, render_mode=None, **arguments):
+    """Return an environment as it is registered, whose time limits are truncations.
+
+    Args:
+      arguments: for its class, beside those that are registered.
+
+    Raises:
+      FlagError: it takes no render_mode, but there is one.
+    """
+    # Environments checks what it returns.
+    create = functools.partial(gym.make, env_id, disable_env_checker=True, **arguments)
     # Some environments take no render_mode, others must have one.
     try:
-        return make() if render_mode is None else make(render_mode=render_mode)
+        env = create() if render_mode is None else create(render_mode=render_mode)
     except TypeError as error:
         if "render_mode" not in str(error):
             raise
         if render_mode is not None:
             raise FlagError(f"{env_id} cannot be rendered: it takes no render_mode") from None
-        return make(render_mode=None)
+        env = create(render_mode=None)
+    if hasattr(env.unwrapped, "StepStatus"):  # NetHack's: its own limit looks like a death
+        env = gym.wrappers.TimeLimit(env, env.unwrapped._max_episode_steps - 1)
+    return env
 
 
 def read_keys(env, text):

@@ -57,6 +57,47 @@ def test_a_render_mode_is_given_only_where_it_is_needed(monkeypatch):
     assert create(monkeypatch, BOX).unwrapped.render_mode is None
 
 
+class NetHack(gym.Env):
+    """As nle.env.NLE: at its own limit it quits the game, and shows an empty screen."""
+
+    StepStatus = None
+    observation_space, action_space = Box(0, 9, (2,), np.int32), Discrete(2)
+    _max_episode_steps = 5
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.num_steps = 0
+        return np.array([1, 1], np.int32), {}
+
+    def step(self, action):
+        self.num_steps += 1
+        is_over = self.num_steps == self._max_episode_steps
+        return np.array([0, 0] if is_over else [1, 1], np.int32), 0.0, is_over, False, {}
+
+
+def test_a_time_limit_of_nethack_is_no_death():
+    gym.register("Limited-v0", NetHack)
+    env = gym_envs.make("Limited-v0")
+    env.reset()
+    rows = [env.step(0) for _ in range(4)]
+    assert [(terminated, truncated) for *_, terminated, truncated, _ in rows] == (
+        [(False, False)] * 3 + [(False, True)]
+    )
+    assert rows[-1][0].tolist() == [1, 1]
+
+
+def test_a_time_limit_of_minihack_is_no_death():
+    pytest.importorskip("minihack")
+    env = gym_envs.make("minihack:MiniHack-Room-5x5-v0", observation_keys=("blstats",))
+    env.reset(seed=1)
+    north = env.unwrapped.actions.index(ord("k"))  # to the wall, and then against it
+    for _ in range(1000):
+        frame, _, terminated, truncated, _ = env.step(north)
+        if terminated or truncated:
+            break
+    assert truncated and not terminated and frame["blstats"].any()
+
+
 def test_a_mask_in_info_becomes_a_part_of_the_observation(monkeypatch):
     mask = np.array([0, 1, 1, 0], np.int8)
     for space, keys in ((BOX, {"observation"}), (Dict(a=BOX, b=Discrete(2)), {"a", "b"})):
