@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child processes: how they start, from the fork server or by spawning, and how they end.
 
-The fork server has no threads and imports once. No torch here; the server imports it for all.
+The fork server has no threads and imports once, also the program, whose file may be edited during a
+run. No torch here; the server imports it for all.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from beast.processes.lifetime import (
     signals_blocked,
     socket_folder,
 )
+from beast.processes.preloaded import announced
 from beast.processes.watchdog import print_stacks_on_signal
 
 _started = weakref.WeakSet()  # processes that have not been ended yet
@@ -37,7 +39,7 @@ _started = weakref.WeakSet()  # processes that have not been ended yet
 def start_fork_server():
     """Start the fork server; return its multiprocessing context."""
     context = multiprocessing.get_context("forkserver")
-    modules = ["__main__", "torch", "gymnasium", "ale_py"]
+    modules = ["beast.processes.preloaded", "torch", "gymnasium", "ale_py"]
     # What a sample environment has imported.
     modules += [name for name in ("cv2", "envpool") if name in sys.modules]
     context.set_forkserver_preload(modules)
@@ -46,8 +48,13 @@ def start_fork_server():
     # It inherits that the signals are blocked, and so outlives a Ctrl-C or SIGTERM that reaches
     # the whole process group: only the main process decides what to do then.
     with signals_blocked():
-        multiprocessing.forkserver.ensure_running()
+        _ensure_running()
     return context
+
+
+def _ensure_running():
+    with announced():
+        multiprocessing.forkserver.ensure_running()
 
 
 def _make_socket_folder():
@@ -102,7 +109,7 @@ def start_process(process, name):
     try:
         # For a fork server that has to be started anew, too: it inherits both.
         with signals_blocked(), all_cores():
-            process.start() if is_spawned else multiprocessing.forkserver.ensure_running()
+            process.start() if is_spawned else _ensure_running()
         if not is_spawned:  # with signals open, since it waits for the fork server's imports
             process.start()
     except (EOFError, OSError, ValueError) as error:  # ValueError: too many files to send
