@@ -35,6 +35,7 @@ from beast.errors import EnvError, FlagError
 from libtorchbeast.rows import Rows, are_finite, draw_seeds
 from libtorchbeast.spaces import spaces_to_json
 
+MASK_IN_INFO = f"info:{ACTION_MASK}"  # in EnvPool's specification
 NO_LIMIT = 2**31 - 1  # steps, as EnvPool writes it
 ATARI_FRAMES = 108_000  # the time limit of an Atari game, in frames of the emulator
 # Families whose environments end by a time limit as if by a wrapper around them.
@@ -96,6 +97,7 @@ class EnvPoolEnvironments:
             self._key = None  # the only part of a Dict that is observed
             if flags.observation_keys:
                 self._keep(read_keys(self, flags.observation_keys))
+            self._has_mask_in_info = self._observe_mask()
             self.num_actions = count_actions(self.action_space)
             check_mask(self.observation_space, self.action_space)
             frame = empty_observation(self.observation_space, num_envs)
@@ -143,7 +145,7 @@ class EnvPoolEnvironments:
         self._cut[:] = False
         with self._errors("reset"):
             observations, info = self._pool.reset()
-        self._write_frames(observations, np.arange(self.num_envs))
+        self._write_frames(observations, info, np.arange(self.num_envs))
         self._lives = info.get("lives", self._lives)
         return self.row
 
@@ -167,8 +169,8 @@ class EnvPoolEnvironments:
         self._cut[:] = False
         if len(cut):
             with self._errors("reset"):
-                observations, _ = self._pool.reset(cut)
-            self._write_frames(observations, cut)
+                observations, info = self._pool.reset(cut)
+            self._write_frames(observations, info, cut)
         if len(played):
             sent = self._to_actions(actions, ended)
             arguments = (sent[played], played) if len(cut) else (sent,)  # which is faster
@@ -177,7 +179,7 @@ class EnvPoolEnvironments:
                 observations, rewards[played], terminated[played], truncated[played], info = (
                     self._pool.step(*arguments)
                 )
-            self._write_frames(observations, played)
+            self._write_frames(observations, info, played)
             self._cut[played] = ~terminated[played] & (info["elapsed_step"] >= self._limit)
             truncated |= self._cut
         game_over, restarted = terminated | truncated, np.zeros(self.num_envs, bool)
@@ -216,8 +218,24 @@ class EnvPoolEnvironments:
         self._key = keys[0] if len(keys) == 1 and keys[0] != ACTION_MASK else None
         self.observation_space = parts.get(self._key) or gym.spaces.Dict(parts)
 
-    def _write_frames(self, observations, columns):
+    def _observe_mask(self):
+        """Observe info["action_mask"], as gym_envs.ObserveMask; return whether there is one."""
+        space, mask = self.observation_space, self._pool.spec.state_array_spec.get(MASK_IN_INFO)
+        parts = space.spaces if isinstance(space, gym.spaces.Dict) else {"observation": space}
+        is_discrete = isinstance(self.action_space, gym.spaces.Discrete)
+        if mask is None or not is_discrete or ACTION_MASK in parts:
+            return False
+        if list(mask.shape) != [self.action_space.n]:
+            raise EnvError(f"{MASK_IN_INFO} is {mask}, but the actions are {self.action_space}")
+        masks = gym.spaces.MultiBinary(int(self.action_space.n))
+        self.observation_space = gym.spaces.Dict({**parts, ACTION_MASK: masks})
+        return True
+
+    def _write_frames(self, observations, info, columns):
         part = observations if self._key is None else observations[self._key]
+        if self._has_mask_in_info:
+            parts = part if isinstance(part, dict) else {"observation": part}
+            part = {**parts, ACTION_MASK: info[ACTION_MASK] != 0}
         self._write(self.row["frame"], part, columns)
 
     def _write(self, target, source, columns):

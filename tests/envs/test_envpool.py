@@ -301,6 +301,22 @@ def test_equal_seeds_give_equal_rows_and_others_differ(arguments):
 
 
 @needs_envpool
+def test_masks_in_info_are_observed_as_gymnasiums():
+    taxi = gym.make("Taxi-v4").unwrapped
+    random = np.random.default_rng(0)
+    with environments("Taxi-v4", 3) as envs:
+        assert envs.observation_space["action_mask"] == gym.spaces.MultiBinary(6)
+        row, num_ends = envs.initial(), 0
+        for _ in range(450):  # through time limits of 200
+            masks, states = row["frame"]["action_mask"], row["frame"]["observation"]
+            assert [list(mask) for mask in masks] == [list(taxi.action_mask(s)) for s in states]
+            actions = [random.choice(np.flatnonzero(mask)) for mask in masks]
+            row = envs.step(np.array(actions))
+            num_ends += int(row["done"].sum())
+    assert num_ends >= 6
+
+
+@needs_envpool
 def test_initial_begins_anew_with_the_same_seeds():
     with environments("CartPole-v1", 2) as envs:
         first = map_nest(np.copy, envs.initial())
