@@ -78,7 +78,7 @@ def sample_environment(flags, create_env):
 
 def _warn_of_keys(space, asked):
     """Warn of parts that nobody has asked for: a create_env of one's own may ignore the flag."""
-    keys = set(asked.replace(" ", "").split(",")) if asked else set()
+    keys = {key.strip() for key in asked.split(",")} if asked else set()
     known = set(space.keys()) if isinstance(space, gym.spaces.Dict) else set()
     # A Dict within, that was asked for alone, has other keys.
     if keys and keys <= known and (others := known - keys - {ACTION_MASK}):

@@ -72,7 +72,7 @@ def make(env_id, render_mode=None, **arguments):
 
 def read_keys(env, text):
     """Return the keys in `text`, of --observation_keys; raise a FlagError if `env` lacks one."""
-    space, keys = env.observation_space, text.replace(" ", "").split(",")
+    space, keys = env.observation_space, [key.strip() for key in text.split(",")]
     known = list(space.spaces) if isinstance(space, gym.spaces.Dict) else []
     if unknown := [key for key in keys if key not in known]:
         raise FlagError(

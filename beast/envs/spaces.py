@@ -170,7 +170,8 @@ def check_mask(observation_space, action_space):
     if size is None or mask.shape != (size,):
         raise EnvError(
             f"observation['{ACTION_MASK}'] is {mask}, but the action space is {action_space}: a "
-            "mask has a number for each Discrete action; rename the key if it is no mask"
+            "mask has a number for each Discrete action; leave it out by --observation_keys, or "
+            "rename the key"
         )
 
 

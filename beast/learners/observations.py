@@ -239,10 +239,12 @@ class OneHot(nn.Module):
 def _scales(space):
     """Yield what each number of an observation is divided by."""
     for _, part in leaves(space):
-        scale = 1.0
-        if isinstance(part, gym.spaces.Box) and part.dtype.kind in "iu" and math.prod(part.shape):
-            scale = _largest(part)
-        yield from [scale if 0 < scale <= LARGEST_PIXEL else 1.0] * math.prod(part.shape)
+        if isinstance(part, gym.spaces.Box) and part.dtype.kind in "iu":
+            low, high = (abs(bound.astype(np.float64)).ravel() for bound in (part.low, part.high))
+            largest = np.maximum(low, high).tolist()
+            yield from (x if 0 < x <= LARGEST_PIXEL else 1.0 for x in largest)
+        else:
+            yield from [1.0] * math.prod(part.shape)
 
 
 def _choices(space):

@@ -408,7 +408,8 @@ def test_choices_are_one_hot_wherever_they_are_in_a_nest():
         a=gym.spaces.Discrete(3, start=-1),
         b=gym.spaces.Tuple([*parts, gym.spaces.MultiBinary(2)]),
         c=gym.spaces.Discrete(2, start=2**40),
-        d=gym.spaces.Box(0, 9, (), np.int64),  # divided by 9
+        # Divided by what each holds at most, where that says more than the dtype.
+        d=gym.spaces.Box(np.array([0, -5, 0]), np.array([9, 3, 10**6]), (3,), np.int64),
     )
     frame = {
         "a": torch.tensor([-1, 1]),
@@ -418,15 +419,15 @@ def test_choices_are_one_hot_wherever_they_are_in_a_nest():
             torch.tensor([[1, 0], [0, 1]], dtype=torch.int8),
         ),
         "c": torch.tensor([2**40 + 1, 2**40]),
-        "d": torch.tensor([8, 9]),
+        "d": torch.tensor([[8, -5, 7], [9, 3, 0]]),
     }
     one_hot = OneHot(space)
     expected = [
-        [*(1, 0, 0), *(0, 1, 1, 0, 0), *(0.5, 7), *(1, 0), *(0, 1), 8 / 9],
-        [*(0, 0, 1), *(1, 0, 0, 0, 1), *(2, 3), *(0, 1), *(1, 0), 1],
+        [*(1, 0, 0), *(0, 1, 1, 0, 0), *(0.5, 7), *(1, 0), *(0, 1), 8 / 9, -1, 7],
+        [*(0, 0, 1), *(1, 0, 0, 0, 1), *(2, 3), *(0, 1), *(1, 0), 1, 3 / 5, 0],
     ]
     torch.testing.assert_close(one_hot(frame), torch.tensor(expected))
-    assert one_hot.size == 15 and not one_hot.state_dict()
+    assert one_hot.size == 17 and not one_hot.state_dict()
 
 
 @pytest.mark.parametrize("name", ["monobeast", "ppo", "gala"])
