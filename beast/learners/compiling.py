@@ -6,6 +6,7 @@ import logging
 import os
 
 import torch
+import torch._functorch.config
 
 from beast.errors import FlagError
 
@@ -34,17 +35,19 @@ def compiled(function):
     machine_code = None
 
     @functools.wraps(function)
-    def run(flags, *args):
+    def run(flags, *args, **kwargs):
         nonlocal machine_code
         if not flags.compile:
-            return function(flags, *args)
+            return function(flags, *args, **kwargs)
         if machine_code is None:
             logging.info("Compiling %s, for up to a minute", function.__name__)
+            # Else the gradient is compiled within backward(), where nothing can run as it is.
+            torch._functorch.config.force_non_lazy_backward_lowering = True
             machine_code = torch.compile(function)
         try:
-            return machine_code(flags, *args)
+            return machine_code(flags, *args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            result = function(flags, *args)  # raises what is wrong with the function itself
+            result = function(flags, *args, **kwargs)  # raises what is wrong with itself
             reason = str(error).strip().partition("\n")[0]
             logging.warning("%s cannot be compiled, and runs as it is: %s", run.__name__, reason)
             machine_code = function

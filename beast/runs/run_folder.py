@@ -110,7 +110,7 @@ class RunFolder:
     def close(self, status, error=None):
         """Close all files; `status` and the error, if there is one, are written first."""
         if error is not None:
-            status = f"{type(error).__name__}: {error}"
+            status = f"{type(error).__name__}: {error}"[:10_000]  # a compiler's output is long
             information = (type(error), error, error.__traceback__)
             # To out.log only: the screen has the traceback.
             record = logging.LogRecord(
