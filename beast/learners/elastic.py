@@ -203,6 +203,7 @@ class ElasticGroup:
             takes too long to fetch the weights.
           FlagError: this learner differs from the others; or see Exchange.
         """
+        self.exchange.check_is_first()
         if self._manager is None:
             self.exchange.layout = self.exchange.layout_of(metrics)
             self.ask_others()

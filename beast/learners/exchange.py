@@ -31,6 +31,13 @@ class Exchange:
         self._shared_returns = [], []  # the same, received from all learners
         self._has_unpacked = False  # since share_returns was last called
 
+    def check_is_first(self):
+        """Raise a ValueError if this update was summed already: a second sum has other metrics."""
+        if self._has_unpacked and self.num_batches:
+            raise ValueError(
+                "learn calls group.sum twice in an update: call it once, after all backward passes"
+            )
+
     def remember_buffers(self, model):
         """Remember the net's buffers, which no forward pass may change from here on."""
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -173,7 +173,9 @@ class LearnerGroup:
 
         Raises:
           EnvError: another learner has gone, or is silent.
+          ValueError: see Exchange.
         """
+        self.exchange.check_is_first()
         if self.exchange.layout is None:
             self._agree_on_layout(metrics)
         if self.exchange.layout is None:

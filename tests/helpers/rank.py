@@ -109,6 +109,8 @@ def learn(program, name, num_ranks, group=ALONE):
         columns = map_nest(lambda x, part=part: x[:, part], batch)
         columns = columns if columns["reward"].numel() else None
         metrics = program.learn(flags, net, columns, (), optimizer, group)
+        if group is not ALONE:
+            group.exchange.share_returns([], [])  # as an update is recorded
         results.append(metrics | {"not_finite": list(group.exchange.not_finite)})
         learner.count(int(metrics["steps"]), [], [])
     rate = learner.scheduler.get_last_lr()
