@@ -436,7 +436,7 @@ def learn(flags, model, target_model, feed, optimizer, num_updates, beta):
     for _ in range(num_updates):
         sample = replay_feed.to_tensors(feed.replay.sample(flags.batch_size, beta), device)
         total_loss, metrics, priorities = compute_loss(flags, model, target_model, sample)
-        optimizer.zero_grad()
+        model.zero_grad()
         total_loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
         metrics["grad_norm"] = grad_norm

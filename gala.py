@@ -248,13 +248,13 @@ def learn(flags, model, batch, initial_agent_state, optimizer, own_gradient=None
       batch: rollouts, [T + 1, N, ...] each.
       own_gradient: [parameters], where this agent's own gradient is stored, before averaging.
     """
-    optimizer.zero_grad()
+    model.zero_grad()
     total_loss, metrics = compute_loss(flags, model, batch, initial_agent_state)
     total_loss.backward()
     if own_gradient is not None:
         own_gradient.copy_(gradient_of(model))
     if not diagnostics.is_finite(diagnostics.to_floats(metrics)):  # this agent skips the step
-        for parameter in model.parameters():
+        for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad = torch.full_like(parameter, torch.nan)
     if flags.exchange == "allreduce":
         average_gradients(model)  # NaN for all agents where it is for one

@@ -298,7 +298,7 @@ def create_optimizer(flags, model):
     # The mean of squares begins at 1, as in TensorFlow, where the paper's step sizes were found.
     # Begun at 0, the first steps are ten times as long, and the ReLUs die of them. Remove this loop
     # with another optimizer: torch adds its state only to parameters that have none.
-    for parameter in model.parameters():
+    for parameter in optimizer.param_groups[0]["params"]:
         optimizer.state[parameter] = {
             "step": torch.zeros(()),
             "square_avg": torch.ones_like(parameter),
@@ -314,7 +314,7 @@ def learn(flags, model, batch, initial_agent_state, optimizer, group=learner_gro
     passes None.
     """
     metrics = {}
-    optimizer.zero_grad()
+    model.zero_grad()
     if batch is not None:
         total_loss, metrics = compute_loss(flags, model, batch, initial_agent_state)
         total_loss.backward()

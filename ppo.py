@@ -408,7 +408,7 @@ def learn(flags, model, rows, agent_states, optimizer):
     for _ in range(flags.num_epochs):
         for minibatch, agent_state in make_minibatches(flags, batch, agent_states[0]):
             total_loss, metrics = compute_loss(flags, model, minibatch, agent_state)
-            optimizer.zero_grad()
+            model.zero_grad()
             total_loss.backward()
             grad_norm = nn.utils.clip_grad_norm_(parameters, flags.grad_norm_clipping)
             metrics["grad_norm"] = grad_norm

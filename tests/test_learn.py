@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import monobeast
+import polybeast
 from beast.runs.diagnostics import CHECKS, is_finite
 
 T, A = 5, 3
@@ -173,6 +174,18 @@ def test_gradient_is_clipped_to_its_norm_and_keeps_its_direction():
     assert full.norm() > 1
     torch.testing.assert_close(clipped, full * (0.25 / full.norm()), rtol=1e-4, atol=1e-8)
     assert metrics["grad_norm"] == pytest.approx(full.norm().item())  # as it was
+
+
+@pytest.mark.parametrize("program", [monobeast, polybeast])
+def test_what_is_not_learned_changes_nothing(program):
+    stream, table = random_stream(5, T + 1)
+    flags, batch = make_flags(grad_norm_clipping=4.0, learning_rate=0.0), rollouts(stream)
+    frozen = [table.baseline]
+    learned = nn.ParameterList([table.policy_logits])
+    optimizer, _ = program.create_optimizer(flags, learned)
+    norms = [program.learn(flags, table, batch, (), optimizer)["grad_norm"] for _ in range(3)]
+    assert norms == [norms[0]] * 3 and frozen[0].grad is not None
+    optimizer.state_dict()  # has nothing of others
 
 
 def test_a_logit_of_minus_infinity_is_an_action_of_probability_0():
