@@ -241,11 +241,24 @@ def _restore(flags, learner, checkpoint):
             f"An update was of {before[0]} x {before[1]} rollouts (learners x --batch_size), and "
             f"now is of {now[0]} x {now[1]}: another --learning_rate may be better"
         )
+    _check_order(learner.model, checkpoint, flags)
     _check_optimizer(learner, checkpoint, flags)
     learner.stats.update(checkpoint["stats"])  # of which the schedules make learning rates
     states = checkpoint["optimizer_state_dict"], checkpoint["scheduler_state_dict"]
     map_nest(restore_optimizer, learner.optimizer, learner.scheduler, *states)
     restore_random_states(checkpoint["random_states"])
+
+
+def _check_order(model, checkpoint, flags):
+    """Raise a FlagError if parameters are in another order, by which optimizers have states."""
+    own = [plain_name(name) for name, _ in model.named_parameters()]
+    saved = [name for name in map(plain_name, checkpoint["model_state_dict"]) if name in own]
+    if saved != own:
+        at = next(i for i, pair in enumerate(zip(saved, own, strict=True)) if len(set(pair)) > 1)
+        raise FlagError(
+            f"Net defines {own[at]} where the checkpoint in {run_path(flags)} has {saved[at]}: "
+            "undo the change of the order, or choose another --xpid"
+        )
 
 
 def _check_optimizer(learner, checkpoint, flags):

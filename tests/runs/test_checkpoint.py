@@ -148,6 +148,24 @@ def test_several_optimizers_of_a_learner_go_on_as_they_were(flags):
         checkpoint.resume(flags, learner)
 
 
+class Swapped(torch.nn.Module):
+    """A net of two layers, which may be defined in either order."""
+
+    def __init__(self, names):
+        super().__init__()
+        for name in names:
+            setattr(self, name, torch.nn.Linear(2, 2))
+
+
+def test_layers_in_another_order_are_refused():
+    # An optimizer's state goes by the order, and would be another layer's.
+    flags = types.SimpleNamespace(savedir="logs", xpid="run", env="E")
+    saved = {"model_state_dict": Swapped("ab").state_dict()}
+    checkpoint._check_order(Swapped("ab"), saved, flags)
+    with pytest.raises(FlagError, match="Net defines b.weight where .*run has a.weight: undo"):
+        checkpoint._check_order(Swapped("ba"), saved, flags)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_checkpoint_of_another_optimizer_is_refused(flags, groups):
     save(flags)
