@@ -18,6 +18,7 @@ import torch
 from beast.runs import checkpoint
 from beast.runs.atomic_files import replace_file
 from beast.runs.checkpoint import NEWEST, run_path
+from beast.runs.code_version import describe_code
 from beast.runs.evaluate import describe_result
 
 FOLDER = ".eval"  # in the run's folder while the run goes on
@@ -27,9 +28,10 @@ OUTPUT, RESULT = "out.log", "result.json"  # in that folder: of the newest evalu
 class BackgroundEvaluation:
     """Evaluates the newest weights at intervals, while training continues.
 
-    An evaluation is a process: the same program in `--mode test`, with a copy of the weights and
-    always the same seed. It has an actor's priority and one thread, and it ends with this process,
-    however that ends. An evaluation that fails is logged, and the run goes on.
+    An evaluation is a process: the same program in `--mode test`, as it is on disk then, with
+    a copy of the weights and always the same seed. It has an actor's priority and one thread, and
+    it ends with this process, however that ends. An evaluation that fails is logged, and the run
+    goes on.
 
     Args:
       flags: those of the run.
@@ -40,6 +42,7 @@ class BackgroundEvaluation:
         self._flags = flags
         self._folder = run_path(flags) / FOLDER
         self._process, self._last = None, {}  # metrics of one that had ended when all was closed
+        self._code = _read_code() if flags.eval_interval else None
         self._plan_next(step)
 
     def tick(self, learner):
@@ -87,6 +90,12 @@ class BackgroundEvaluation:
         with learner.hold(), learner.lock:
             self._step = learner.stats["step"]
             snapshot = checkpoint.pack_weights(self._flags, learner.model, self._step)
+        if self._code is not None and _read_code() != self._code:
+            self._code = None
+            logging.warning(
+                "The code has been edited since this run began, and evaluations play with what it "
+                "is now: to edit while a run goes on, work in another clone"
+            )
         content = io.BytesIO()
         torch.save(snapshot, content)
         arguments = ["--mode", "test", "--savedir", self._folder.parent, "--xpid", FOLDER]
@@ -145,3 +154,12 @@ class BackgroundEvaluation:
         if result["human_normalized"] is not None:
             metrics["eval_human_normalized"] = result["human_normalized"]
         return metrics
+
+
+def _read_code():
+    """Return what tells this code from another: commit and changes, and the program's file."""
+    try:
+        with open(sys.modules["__main__"].__file__, "rb") as file:
+            return describe_code(), file.read()
+    except OSError:  # it has gone, and the evaluation will say so
+        return None

@@ -271,17 +271,18 @@ def to_floats(metrics):
 
 
 def mean_floats(dicts):
-    """Return the mean of each metric over dicts with the same keys, as `to_floats` takes them.
+    """Return the mean of each metric over those dicts that have it, as `to_floats` takes them.
 
     Moments are pooled over all transitions.
     """
-    to_floats(dicts[0])  # refuses what is not one number
+    firsts = {name: value for metrics in reversed(dicts) for name, value in metrics.items()}
+    to_floats(firsts)  # refuses what is not one number
     means = {}
-    for name, first in dicts[0].items():
+    for name, first in firsts.items():
         dtype = None if torch.is_tensor(first) else torch.float64  # a number has more digits
         shape = (-1,) if name == "moments" else ()
-        values = [torch.as_tensor(metrics[name], dtype=dtype).reshape(shape) for metrics in dicts]
-        values = torch.stack(values)
+        values = [m[name] for m in dicts if name in m]
+        values = torch.stack([torch.as_tensor(x, dtype=dtype).reshape(shape) for x in values])
         means[name] = values if name == "moments" else values.double().mean()
     return to_floats(means)
 

@@ -9,6 +9,7 @@ rewards of all their lives.
 import argparse
 import importlib.util
 import json
+import logging
 import math
 import os
 import pathlib
@@ -31,6 +32,8 @@ from beast.runs.atomic_files import replace_file
 from beast.runs.checkpoint import BEST, NEWEST, run_path
 from beast.runs.statistics import human_normalized
 from libtorchbeast.rows import count_games
+
+LONG_GAME = 100_000  # steps; games without a time limit may never end
 
 # By degrees of freedom, from 1: t for which -t < T < t with a probability of 95 %, where T is
 # distributed as Student's t.
@@ -160,6 +163,11 @@ def play(environments, model, num_games):
         inputs = map_nest(lambda a: torch.tensor(a).unsqueeze(0), row)  # [1, N, ...]
         output, agent_state = model(inputs, agent_state)
         environments.step(output["action"].squeeze(0).numpy())
+        if (row["game_step"] == LONG_GAME).any():
+            logging.warning(
+                "A game has not ended after %s steps; if none may ever do, have create_env end it "
+                "by gymnasium.wrappers.TimeLimit", f"{LONG_GAME:,}",
+            )  # fmt: skip
         for i in np.flatnonzero(row["game_done"]):
             if counts[i]:
                 yield float(row["game_return"][i]), int(row["game_step"][i])

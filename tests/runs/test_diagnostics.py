@@ -278,6 +278,8 @@ def test_means_of_metrics_are_floats():
     dicts = [{"a": torch.tensor(True), "b": 1.0}, {"a": torch.tensor(False), "b": torch.ones(1)}]
     assert mean_floats(dicts) == {"a": 0.5, "b": 1.0}
     assert mean_floats([{"a": 0.1}, {"a": 0.3}]) == {"a": 0.2}
+    # Some minibatches alone may have one.
+    assert mean_floats([{"a": 1.0}, {"a": 3.0, "b": 5.0}]) == {"a": 2.0, "b": 5.0}
 
 
 def test_metrics_are_finite_if_all_of_them_are():

@@ -114,6 +114,14 @@ def test_a_state_that_shares_its_inputs_memory_is_kept():
     assert len(seen) == 10
 
 
+def test_a_game_that_does_not_end_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(evaluate, "LONG_GAME", 10)
+    play(Environments(lambda: Counter(5), 1, 1), 3)  # 15 steps in all
+    assert not caplog.text
+    play(Environments(lambda: Counter(12), 1, 1), 1)
+    assert caplog.text.count("A game has not ended after 10 steps") == 1
+
+
 @pytest.mark.parametrize(
     ("num_degrees", "expected"),
     # Any table of Student's t, such as that of the NIST/SEMATECH handbook (e-Handbook 1.3.6.7.2).
@@ -437,6 +445,19 @@ def test_an_evaluation_gives_its_metrics_once(tmp_path, monkeypatch, caplog):
         assert "--env=our:Game" in training.process.args
         assert training.wait(200)["eval_step"] == 200
     assert list(training.folder.iterdir()) == []
+
+
+def test_an_evaluation_with_edited_code_is_told_once(tmp_path, monkeypatch, caplog):
+    with Training(tmp_path, monkeypatch, GOOD.replace("HUMAN", "None")) as training:
+        training.tick(100)
+        training.wait(110)
+        assert "has been edited" not in caplog.text
+        with open(tmp_path / "script.py", "a") as file:
+            file.write("# a change for the next experiment\n")
+        for step in (200, 300):
+            training.tick(step)
+            training.wait(step + 10)
+    assert caplog.text.count("The code has been edited since this run began") == 1
 
 
 def test_an_evaluation_that_has_ended_is_not_lost_at_the_end(tmp_path, monkeypatch):
