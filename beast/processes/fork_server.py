@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child processes: how they start, from the fork server or by spawning, and how they end.
 
-The fork server has no threads and imports once, also the program, whose file may be edited during a
-run. No torch here; the server imports it for all.
+The fork server has no threads and imports packages once. No torch here; the server imports it for
+all. Each child imports the program anew, which may have been edited by then.
 """
 
 import contextlib
 import functools
+import logging
 import multiprocessing
 import multiprocessing.context
 import multiprocessing.forkserver
@@ -21,6 +22,7 @@ import traceback
 import weakref
 
 from beast.errors import EnvError
+from beast.processes.edited_files import edited_files
 from beast.processes.lifetime import (
     HANDLED_SIGNALS,
     STOP_SIGNALS,
@@ -30,7 +32,6 @@ from beast.processes.lifetime import (
     signals_blocked,
     socket_folder,
 )
-from beast.processes.preloaded import announced
 from beast.processes.watchdog import print_stacks_on_signal
 
 _started = weakref.WeakSet()  # processes that have not been ended yet
@@ -39,7 +40,7 @@ _started = weakref.WeakSet()  # processes that have not been ended yet
 def start_fork_server():
     """Start the fork server; return its multiprocessing context."""
     context = multiprocessing.get_context("forkserver")
-    modules = ["beast.processes.preloaded", "torch", "gymnasium", "ale_py"]
+    modules = ["torch", "gymnasium", "ale_py"]
     # What a sample environment has imported.
     modules += [name for name in ("cv2", "envpool") if name in sys.modules]
     context.set_forkserver_preload(modules)
@@ -48,13 +49,8 @@ def start_fork_server():
     # It inherits that the signals are blocked, and so outlives a Ctrl-C or SIGTERM that reaches
     # the whole process group: only the main process decides what to do then.
     with signals_blocked():
-        _ensure_running()
-    return context
-
-
-def _ensure_running():
-    with announced():
         multiprocessing.forkserver.ensure_running()
+    return context
 
 
 def _make_socket_folder():
@@ -105,11 +101,16 @@ def start_process(process, name):
     Raises:
       EnvError: the system refuses another process, or the fork server has died.
     """
+    if edited := edited_files():
+        logging.warning(
+            "%s starts with code that was edited after this run began (%s): to edit while a run "
+            "goes on, work in another clone", name, ", ".join(edited),
+        )  # fmt: skip
     is_spawned = isinstance(process, multiprocessing.context.SpawnProcess)
     try:
         # For a fork server that has to be started anew, too: it inherits both.
         with signals_blocked(), all_cores():
-            process.start() if is_spawned else _ensure_running()
+            process.start() if is_spawned else multiprocessing.forkserver.ensure_running()
         if not is_spawned:  # with signals open, since it waits for the fork server's imports
             process.start()
     except (EOFError, OSError, ValueError) as error:  # ValueError: too many files to send

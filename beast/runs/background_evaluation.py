@@ -15,10 +15,10 @@ import time
 
 import torch
 
+from beast.processes.edited_files import edited_files
 from beast.runs import checkpoint
 from beast.runs.atomic_files import replace_file
 from beast.runs.checkpoint import NEWEST, run_path
-from beast.runs.code_version import describe_code
 from beast.runs.evaluate import describe_result
 
 FOLDER = ".eval"  # in the run's folder while the run goes on
@@ -42,7 +42,7 @@ class BackgroundEvaluation:
         self._flags = flags
         self._folder = run_path(flags) / FOLDER
         self._process, self._last = None, {}  # metrics of one that had ended when all was closed
-        self._code = _read_code() if flags.eval_interval else None
+        edited_files()  # as they are now
         self._plan_next(step)
 
     def tick(self, learner):
@@ -90,12 +90,11 @@ class BackgroundEvaluation:
         with learner.hold(), learner.lock:
             self._step = learner.stats["step"]
             snapshot = checkpoint.pack_weights(self._flags, learner.model, self._step)
-        if self._code is not None and _read_code() != self._code:
-            self._code = None
+        if edited := edited_files():
             logging.warning(
-                "The code has been edited since this run began, and evaluations play with what it "
-                "is now: to edit while a run goes on, work in another clone"
-            )
+                "This evaluation plays with code that was edited after this run began (%s): to "
+                "edit while a run goes on, work in another clone", ", ".join(edited),
+            )  # fmt: skip
         content = io.BytesIO()
         torch.save(snapshot, content)
         arguments = ["--mode", "test", "--savedir", self._folder.parent, "--xpid", FOLDER]
@@ -154,12 +153,3 @@ class BackgroundEvaluation:
         if result["human_normalized"] is not None:
             metrics["eval_human_normalized"] = result["human_normalized"]
         return metrics
-
-
-def _read_code():
-    """Return what tells this code from another: commit and changes, and the program's file."""
-    try:
-        with open(sys.modules["__main__"].__file__, "rb") as file:
-            return describe_code(), file.read()
-    except OSError:  # it has gone, and the evaluation will say so
-        return None
