@@ -254,7 +254,7 @@ def learn(flags, model, batch, initial_agent_state, optimizer, own_gradient=None
     if own_gradient is not None:
         own_gradient.copy_(gradient_of(model))
     if not diagnostics.is_finite(diagnostics.to_floats(metrics)):  # this agent skips the step
-        for parameter in optimizer.param_groups[0]["params"]:
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
             parameter.grad = torch.full_like(parameter, torch.nan)
     if flags.exchange == "allreduce":
         average_gradients(model)  # NaN for all agents where it is for one

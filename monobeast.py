@@ -271,7 +271,7 @@ def create_optimizer(flags, model):
     # The mean of squares begins at 1, as in TensorFlow, where the paper's step sizes were found.
     # Begun at 0, the first steps are ten times as long, and the ReLUs die of them. Remove this loop
     # with another optimizer: torch adds its state only to parameters that have none.
-    for parameter in optimizer.param_groups[0]["params"]:
+    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
         optimizer.state[parameter] = {
             "step": torch.zeros(()),
             "square_avg": torch.ones_like(parameter),

@@ -186,6 +186,8 @@ def test_what_is_not_learned_changes_nothing(program):
     norms = [program.learn(flags, table, batch, (), optimizer)["grad_norm"] for _ in range(3)]
     assert norms == [norms[0]] * 3 and frozen[0].grad is not None
     optimizer.state_dict()  # has nothing of others
+    optimizer, _ = program.create_optimizer(flags, table)
+    assert len(optimizer.state) == 2
 
 
 def test_a_logit_of_minus_infinity_is_an_action_of_probability_0():

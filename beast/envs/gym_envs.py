@@ -66,7 +66,7 @@ def make(env_id, render_mode=None, **arguments):
             raise FlagError(f"{env_id} cannot be rendered: it takes no render_mode") from None
         env = create(render_mode=None)
     if hasattr(env.unwrapped, "StepStatus"):  # NetHack's: its own limit looks like a death
-        env = gym.wrappers.TimeLimit(env, env.unwrapped._max_episode_steps - 1)
+        env = gym.wrappers.TimeLimit(env, int(env.unwrapped._max_episode_steps) - 1)
     return env
 
 

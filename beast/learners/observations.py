@@ -200,7 +200,7 @@ def flatten(frame):
 class OneHot(nn.Module):
     """Turns observations into vectors, in which Discrete and MultiDiscrete ones are one-hot.
 
-    Integers of a Box are divided by the largest one that it holds, as pixels are.
+    Each integer of a Box is divided by its largest value, unless that is above LARGEST_PIXEL.
 
     Attributes:
       size: of a vector.

@@ -251,8 +251,9 @@ def _restore(flags, learner, checkpoint):
 
 def _check_order(model, checkpoint, flags):
     """Raise a FlagError if parameters are in another order, by which optimizers have states."""
+    saved = list(map(plain_name, checkpoint["model_state_dict"]))  # buffers, too
     own = [plain_name(name) for name, _ in model.named_parameters()]
-    saved = [name for name in map(plain_name, checkpoint["model_state_dict"]) if name in own]
+    own, saved = [n for n in own if n in saved], [n for n in saved if n in own]
     if saved != own:
         at = next(i for i, pair in enumerate(zip(saved, own, strict=True)) if len(set(pair)) > 1)
         raise FlagError(

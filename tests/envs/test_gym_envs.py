@@ -62,7 +62,7 @@ class NetHack(gym.Env):
 
     StepStatus = None
     observation_space, action_space = Box(0, 9, (2,), np.int32), Discrete(2)
-    _max_episode_steps = 5
+    _max_episode_steps = 5.0  # of some a float
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)

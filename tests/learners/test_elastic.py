@@ -144,6 +144,10 @@ class Member:
 def test_gradients_of_a_newcomers_old_weights_do_not_count(tmp_path, lighthouse):
     first, other = (Member(tmp_path, lighthouse, value) for value in (1, 100))
     assert first.sum() == (1, {1.0}, 1.0)
+    first.group.sum(first.learner.model, first.metrics)
+    with pytest.raises(ValueError, match="learn calls group.sum twice in an update"):
+        first.group.sum(first.learner.model, first.metrics)
+    first.group.share_returns([], [])
     with torch.no_grad():
         other.learner.model.weight += 1
     thread = Thread(lambda: [other.sum() for _ in range(3)])
