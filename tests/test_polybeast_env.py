@@ -144,7 +144,9 @@ def test_what_environments_have_started_ends_with_them(tmp_path):
         with Stream(address, num_envs=2) as stream:
             stream.step(choose(0, 2))
             assert len(set(program.members()) - before) == 2
-        program.wait_until(lambda: set(program.members()) == before)
+        program.wait_until(
+            lambda: set(program.members()) <= before
+        )  # one may have been short-lived
         assert "does not end" not in program.output
         with Stream(address, num_envs=2):
             started = set(program.members()) - before

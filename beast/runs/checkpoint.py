@@ -241,8 +241,8 @@ def _restore(flags, learner, checkpoint):
             f"An update was of {before[0]} x {before[1]} rollouts (learners x --batch_size), and "
             f"now is of {now[0]} x {now[1]}: another --learning_rate may be better"
         )
-    _check_order(learner.model, checkpoint, flags)
     _check_optimizer(learner, checkpoint, flags)
+    _check_order(learner.model, checkpoint, flags)
     learner.stats.update(checkpoint["stats"])  # of which the schedules make learning rates
     states = checkpoint["optimizer_state_dict"], checkpoint["scheduler_state_dict"]
     map_nest(restore_optimizer, learner.optimizer, learner.scheduler, *states)
