@@ -235,25 +235,29 @@ def show(value):
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}"
 
 
-def draw(normalized, curves, published, path):
+def draw(normalized, curves, published, steps, path):
     """Draw intervals, performance profiles, and interquartile means against steps.
 
     Args:
       normalized: a dict from agents to scores [runs, games].
       curves: what compute_curves returns.
       published: a dict from agents to dicts from steps to normalized means [1, games].
+      steps: which of the published means stand beside the scores.
     """
-    figure = Figure(figsize=(12, 4.6 + 0.4 * max(3, len(normalized))), layout="constrained")
+    colors = dict(zip([*normalized, *published], itertools.cycle(COLORS), strict=False))
+    theirs = {agent: means[steps] for agent, means in published.items() if steps in means}
+    rows = normalized | theirs
+    figure = Figure(figsize=(12, 4.6 + 0.4 * max(3, len(rows))), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[1, 2])
     panels = list(upper.subplots(1, len(STATISTICS)))
     shares, means = lower.subplots(1, 2)
     for panel, (name, statistic) in zip(panels, STATISTICS.items(), strict=True):
-        for i, values in enumerate(normalized.values()):
+        for i, (label, values) in enumerate(rows.items()):
             low, high = statistics.interval(statistic, values)
-            color = COLORS[i % len(COLORS)]
+            color = colors[label]
             panel.barh(-i, high - low, left=low, height=0.6, color=color, alpha=0.4)
             panel.plot([statistic(values)] * 2, [-i - 0.3, -i + 0.3], color=color)
-        panel.set_yticks(-np.arange(len(normalized)), normalized if panel is panels[0] else [])
+        panel.set_yticks(-np.arange(len(rows)), rows if panel is panels[0] else [])
         panel.set_title(name, fontsize=10)
         panel.use_sticky_edges = False  # else a bar that begins leftmost has no margin
         panel.margins(x=0.1)
@@ -261,25 +265,24 @@ def draw(normalized, curves, published, path):
     iqm = statistics.interquartile_mean
     highest = max(values.max() for values in normalized.values())
     levels = np.linspace(0, max(1.0, highest), 100)
-    for i, (label, values) in enumerate(normalized.items()):
+    for label, values in normalized.items():
         low, high = statistics.interval(
             lambda x: statistics.profile(x, levels), values, num_samples=1000
         )
-        color = COLORS[i % len(COLORS)]
+        color = colors[label]
         shares.plot(levels, statistics.profile(values, levels), color=color, label=label)
         shares.fill_between(levels, low, high, color=color, alpha=0.2, lw=0)
-        steps, at_steps = curves[label]
-        if len(steps):
-            bands = [statistics.interval(iqm, scores, num_samples=1000) for scores in at_steps]
-            means.plot(steps / 1e6, iqm(at_steps), color=color, label=label)
-            means.fill_between(steps / 1e6, *np.transpose(bands), color=color, alpha=0.2, lw=0)
-    for i, (label, by_steps) in enumerate(published.items()):
-        points = [(steps / 1e6, iqm(scores)) for steps, scores in by_steps.items()]
-        style = ["--", ":", "-."][i % 3]
-        means.plot(*zip(*points, strict=True), style, color=str(0.2 + 0.15 * (i % 4)), label=label)
+        at, scores = curves[label]
+        if len(at):
+            bands = [statistics.interval(iqm, row, num_samples=1000) for row in scores]
+            means.plot(at / 1e6, iqm(scores), color=color, label=label)
+            means.fill_between(at / 1e6, *np.transpose(bands), color=color, alpha=0.2, lw=0)
+    for label, by_steps in published.items():
+        points = [(at / 1e6, iqm(scores)) for at, scores in by_steps.items()]
+        means.plot(*zip(*points, strict=True), "--", color=colors[label], label=label)
     shares.set_title("share of runs with a score above", fontsize=10)
     means.set_title("interquartile mean, against million steps", fontsize=10)
-    last = [steps[-1] for steps, _ in curves.values() if len(steps)]
+    last = [at[-1] for at, _ in curves.values() if len(at)]
     means.set_xlim(0, 1.02 * max(last) / 1e6 if last else None)
     for panel in (shares, means):
         panel.grid(alpha=0.3)
@@ -322,6 +325,7 @@ def main(argv=None):
         normalized(scores),
         compute_curves(groups, references, flags.scores),
         {agent: normalized(by_steps) for agent, by_steps in published.items()},
+        flags.steps,
         picture,
     )
     text += "".join(f"- {note}\n" for note in notes)
