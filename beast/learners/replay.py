@@ -74,7 +74,8 @@ class Replay:
       alpha: exponent of priorities; 0: uniform.
       initial_priority: function from (answers, returns, discounts, bootstrap, mask), all as of a
         Sample of B new ones, to priorities [B]. `answers` are the rows that follow each row of the
-        sample, without frames: in them is what the agent answered. None: all priorities are 1.
+        sample, without frames: in them is what the agent answered. None: new ones have the largest
+        priority so far, at first 1.
       seed: of the samples.
 
     Raises:
@@ -122,7 +123,7 @@ class Replay:
         self._lock = threading.Lock()
         self._written = np.zeros(num_envs, np.int64)  # rows of each column so far
         self._reserved = np.zeros(num_envs, np.int64)  # the same, with those that are being written
-        self._tree = SumTree(places)
+        self._tree, self._largest = SumTree(places), 1.0
         self._random = np.random.default_rng(seed)
 
     def __len__(self):
@@ -202,6 +203,7 @@ class Replay:
             there = handle.starts >= self._oldest(handle.envs)
             places = self._places(handle.envs[there], handle.starts[there])
             self._tree.set(places, priorities[there])
+            self._largest = max(self._largest, priorities[there].max(initial=0))
 
     def _places(self, envs, numbers):
         return envs * self.capacity + numbers % self.capacity
@@ -252,7 +254,7 @@ class Replay:
             begins = self._is_start[places]
         else:
             begins = ~(self._rows["truncated"][places] | self._rows["terminated"][places])
-        priorities = begins.astype(np.float64)
+        priorities = begins * self._largest
         if self._initial_priority is not None and begins.any():
             numbers, _, *targets = self._targets(env, starts[begins])
             places = self._places(env, numbers + 1)

@@ -320,6 +320,19 @@ def test_new_sequences_enter_with_a_priority_of_their_own(L):
     np.testing.assert_allclose(sample.weights, expected.min() / expected, rtol=1e-5)
 
 
+def test_new_transitions_enter_with_the_largest_priority_so_far():
+    column, replay = Column(0), make_replay(num_envs=1, alpha=0.5)
+    replay.append(*column.rollout())
+    old = replay.sample(100).handle
+    replay.update(old, np.full(100, 9.0))
+    replay.update(old, np.full(100, 4.0))
+    replay.append(*column.rollout())
+    sample = replay.sample(1000, beta=1)
+    is_new = sample.handle.starts > old.starts.max()
+    assert 0 < is_new.sum() < 1000
+    np.testing.assert_allclose(sample.weights, np.where(is_new, 2 / 3, 1), rtol=1e-6)
+
+
 def test_draws_are_stratified_and_weighted_by_priority():
     alpha, beta, column = 0.6, 0.4, Column(0)
     replay = make_replay(num_envs=1, alpha=alpha)
