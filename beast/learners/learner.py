@@ -2,6 +2,7 @@
 """The learner: its batches, the state that its threads change, and the lock that guards it."""
 
 import contextlib
+import logging
 import threading
 import warnings
 from typing import NamedTuple
@@ -52,8 +53,7 @@ class Learner:
     """
 
     def __init__(self, model, optimizer, decay, weights, num_threads=1):
-        for one in leaves_of(optimizer):
-            _check_parameters(model, one)
+        _check_parameters(model, leaves_of(optimizer))
         self.lock, self.hold = threading.RLock(), contextlib.nullcontext
         self.model, self.optimizer, self.weights = model, optimizer, weights
         self.group = learner_group.current()
@@ -109,14 +109,21 @@ class Learner:
         self.weights.publish(self.model)
 
 
-def _check_parameters(model, optimizer):
+def _check_parameters(model, optimizers):
+    left = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     known = set(map(id, model.parameters()))
-    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-        raise FlagError(
-            f"create_optimizer's {type(optimizer).__name__} has parameters that are not of "
-            f"{type(model).__name__}, so they would not be saved, clipped or shared: make their "
-            "module an attribute of the net (docs/loss.md)"
-        )
+    for optimizer in optimizers:
+        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if parameters - known:
+            raise FlagError(
+                f"create_optimizer's {type(optimizer).__name__} has parameters that are not of "
+                f"{type(model).__name__}, so they would not be saved, clipped or shared: make "
+                "their module an attribute of the net (docs/loss.md)"
+            )
+        left = {one: name for one, name in left.items() if one not in parameters}
+    if left:
+        names = ", ".join(list(left.values())[:3]) + ", ..." * (len(left) > 3)
+        logging.warning(f"No optimizer has {names}: such parameters of the net are not learned")
 
 
 def create_state(optimizer):

@@ -85,6 +85,19 @@ def test_an_optimizer_of_what_the_net_does_not_have_is_refused():
     Learner(model, {"own": own}, lambda step: 1, None)
 
 
+def test_parameters_without_an_optimizer_are_told(caplog):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    optimizers = {str(i): torch.optim.SGD(model[i].parameters(), lr=0.1) for i in range(2)}
+    Learner(model, optimizers, lambda step: 1, None)
+    assert not caplog.records
+    Learner(model, optimizers["1"], lambda step: 1, None)
+    assert "No optimizer has 0.weight, 0.bias: such parameters" in caplog.text
+    caplog.clear()
+    model[0].requires_grad_(False)
+    Learner(model, optimizers["1"], lambda step: 1, None)
+    assert not caplog.records
+
+
 def test_other_learners_get_buffers_that_no_checkpoint_has():
     learners = [create() for _ in range(2)]
     for value, learner in enumerate(learners):
