@@ -97,8 +97,8 @@ training.add_argument("--batch_size", type=positive(int),
 training.add_argument("--unroll_length", type=positive(int), help="Steps in a rollout. Sequences "
                       f"begin with a rollout. {default_of('unroll_length')}")
 training.add_argument("--deterministic", action="store_true",
-                      help="Actors and learner take turns: runs with one --seed are identical, "
-                      "and slower.")
+                      help="Actors and learner wait for each other: runs with one --seed are "
+                      "identical, and slower.")
 training.add_argument("--use_lstm", action="store_true", help="R2D1: an LSTM before the last "
                       "layers, and sequences in the replay.")
 training.add_argument("--burn_in", default=40, type=non_negative(int), help="Rows before a "
@@ -425,14 +425,17 @@ def create_optimizer(flags, model):
 
 
 def learn(flags, model, target_model, feed, optimizer, num_updates, beta):
-    """Learn from samples of the replay; return metrics as floats, and the last sample.
-
-    It stops at the first loss or gradient that is not finite; the updates before that one stay.
+    """Learn from samples of the replay, up to the first loss, gradient or metric not finite.
 
     Args:
       beta: exponent of importance weights.
+
+    Returns:
+      Means of the metrics as floats, those of the update that was not finite, if any, and the last
+      sample. The updates before that one stay.
     """
-    device, results, sample = next(model.parameters()).device, [], None
+    device, results = next(model.parameters()).device, []
+    failed = sample = None
     for _ in range(num_updates):
         sample = replay_feed.to_tensors(feed.replay.sample(flags.batch_size, beta), device)
         total_loss, metrics, priorities = compute_loss(flags, model, target_model, sample)
@@ -443,13 +446,14 @@ def learn(flags, model, target_model, feed, optimizer, num_updates, beta):
         metrics["clipped_updates"] = grad_norm > flags.grad_norm_clipping
         results.append(metrics)
         feed.count_update()
-        if not torch.isfinite(total_loss + grad_norm):
-            return diagnostics.to_floats(metrics), sample
+        if not diagnostics.are_finite(metrics | {"loss": total_loss.detach()}):
+            failed = diagnostics.to_floats(results.pop())
+            break
         optimizer.step()
         feed.replay.update(sample.handle, priorities.cpu().numpy())
         if feed.num_updates % flags.target_interval == 0:
             target_model.load_state_dict(model.state_dict())
-    return diagnostics.mean_floats(results) if results else {}, sample
+    return diagnostics.mean_floats(results) if results else {}, failed, sample
 
 
 @torch.no_grad()
@@ -544,19 +548,21 @@ def learn_from_replay(flags, learner, target_model, batches, feed, run):
                 return
             progress = min(1, learner.step / flags.total_steps)
             beta = flags.importance_exponent + progress * (1 - flags.importance_exponent)
-            metrics, sample = learn(
+            metrics, failed, sample = learn(
                 flags, learner.model, target_model, feed, learner.optimizer, num_updates, beta
             )
-            learner.publish()
-            if not diagnostics.is_finite(metrics):
-                batch = replay_feed.add_sample(batch, sample)
+            if num_updates or flags.deterministic:  # its actors wait for each version
+                learner.publish()
+            if failed:
+                if metrics:  # those before it are none in a row with it
+                    run.record(metrics | {"steps": 0})
+                metrics, batch = failed, replay_feed.add_sample(batch, sample)
             run.record(metrics | feed.metrics() | {"steps": steps}, batch, num_updates > 0)
 
 
 def create_replay(flags, rows, outputs, state, stack_size):
-    example = {name: rows[name] for name in REPLAY_KEYS}
-    if flags.use_lstm:
-        example |= {name: outputs[name] for name in ANSWER_KEYS}
+    keys = REPLAY_KEYS + (ANSWER_KEYS if flags.use_lstm else ())
+    example = {name: (rows | outputs)[name] for name in keys}
     priority = functools.partial(initial_priorities, flags) if flags.use_lstm else None
     return Replay(
         map_nest(torch.Tensor.numpy, example),
@@ -596,6 +602,11 @@ def resolve(flags, action_space, frames_per_step=1):
         flags.burn_in, flags.sequence_length = 0, 1
     elif flags.burn_in + flags.sequence_length == 1:
         raise FlagError("--sequence_length 1 without a --burn_in is no sequence: give 2 or more")
+    elif flags.unroll_length > flags.sequence_length:  # sequences begin where rollouts do
+        raise FlagError(
+            f"of each --unroll_length {flags.unroll_length} rows only the --sequence_length "
+            f"{flags.sequence_length} would be learned from: give at most as many"
+        )
     replay_feed.check_learning_starts(flags)
     if flags.value_rescaling and flags.num_atoms > 1:
         raise FlagError("--value_rescaling rescales values, not distributions: add --num_atoms 1")
@@ -614,7 +625,7 @@ def train(flags):
     spaces = sample.observation_space, sample.action_space
     # Of stacks the replay keeps the newest frame. Only those of atari_wrappers are sure to be
     # made of the frames before.
-    stack_size = sample.stack_size if gym_envs.is_game(flags.env) else 1
+    stack_size = max(1, sample.stack_size) if gym_envs.is_game(flags.env) else 1
     flags = resolve(flags, sample.action_space, sample.frame_skip)
     model, (rows, outputs, state) = nets.create_net(Net, *spaces, **net_arguments(flags))
     replay = create_replay(flags, rows, outputs, state, stack_size)
@@ -660,7 +671,8 @@ def main(argv=None):
     flags = parse_flags(parser, argv)
     if flags.mode == "train":
         return train(flags)
-    evaluate.test(flags, create_env, functools.partial(Net, **net_arguments(flags)))
+    net_class = functools.partial(Net, **net_arguments(flags))
+    evaluate.test(flags, create_env, net_class, lambda _: f"{TEST_EPSILON:.1%} random actions")
     return 0
 
 

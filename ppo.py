@@ -113,8 +113,8 @@ loss.add_argument("--discounting", default=0.99, type=fraction,
 loss.add_argument("--gae_lambda", type=fraction, help="Lambda of GAE. "
                   f"{default_of('gae_lambda')}")
 loss.add_argument("--reward_scaling", choices=["clip", "std", "none"], help="clip: to [-1, 1]; "
-                  "std: divide by the standard deviation of discounted returns, then clip to "
-                  f"[-10, 10]. {default_of('reward_scaling')}")
+                  "std: divide by the standard deviation of discounted returns, and at least by "
+                  f"0.01, then clip to [-10, 10]. {default_of('reward_scaling')}")
 loss.add_argument("--advantage_scaling", default="batch", choices=["batch", "none"],
                   help="batch: standardize the advantages of an update (mean 0, deviation 1).")
 
@@ -397,7 +397,8 @@ def adapt_penalty(flags, model, batch, agent_state):
 def learn(flags, model, rows, agent_states, optimizer):
     """Learn from rollouts in epochs of minibatches; return metrics as floats.
 
-    It stops at the first loss or gradient that is not finite; the steps before that one stay.
+    It stops at the first loss, gradient or metric that is not finite; the steps before that one
+    stay.
 
     Args:
       agent_states: recurrent states before the first row, and before the last one.
@@ -414,7 +415,7 @@ def learn(flags, model, rows, agent_states, optimizer):
             metrics["grad_norm"] = grad_norm
             metrics["clipped_updates"] = grad_norm > flags.grad_norm_clipping
             results.append(metrics)
-            if not torch.isfinite(total_loss + grad_norm):
+            if not diagnostics.are_finite(metrics | {"loss": total_loss.detach()}):
                 return diagnostics.to_floats(metrics) | steps
             optimizer.step()
     # The KL of the last epoch is close to that after the update.

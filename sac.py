@@ -187,10 +187,13 @@ class Net(nn.Module):
         self.observations = nets.Observations(observation_space)
         size = self.observations.size
         if self.observations.images:
-            raise ValueError("observations are images: give Net convolutions")
+            raise ValueError(
+                "observations are images: give Net convolutions, group_parameters theirs, and "
+                "learn what they return"
+            )
         self.actor = Actor(size, num_actions * (2 if self.is_sac else 1))
         self.critics = Critics(num_critics, size + num_actions)
-        self.log_alpha = nn.Parameter(torch.zeros(()))
+        self.log_alpha = nn.Parameter(torch.zeros(()), requires_grad=self.is_sac)
 
     def initial_state(self, batch_size):
         return ()
@@ -293,12 +296,12 @@ def group_parameters(model):
     return {"critics": list(model.critics.parameters()), "actor": actor}
 
 
-def step_down(optimizer, loss, parameters):
-    """Take a step, unless the loss or the gradient is not finite; return the gradient's norm."""
+def step_down(optimizer, loss, parameters, metrics):
+    """Take a step, unless loss, gradient or metrics are not finite; return the gradient's norm."""
     optimizer.zero_grad()
     loss.backward(inputs=parameters)
     grad_norm = nn.utils.get_total_norm([p.grad for p in parameters])
-    if torch.isfinite(loss.detach() + grad_norm):
+    if diagnostics.are_finite(metrics | {"loss": loss.detach(), "norm": grad_norm}):
         optimizer.step()
     return grad_norm
 
@@ -315,7 +318,9 @@ def learn(flags, model, target_model, sample, optimizers, num_updates):
     with devices.autocast(flags, x.device):
         critic_loss, metrics = compute_critic_loss(flags, model, target_model, x, *arguments)
     parameters = group_parameters(model)
-    metrics["grad_norm"] = step_down(optimizers["critics"], critic_loss, parameters["critics"])
+    metrics["grad_norm"] = step_down(
+        optimizers["critics"], critic_loss, parameters["critics"], metrics
+    )
     if (num_updates + 1) % flags.policy_delay == 0:
         with devices.autocast(flags, x.device):
             actor_loss, log_prob = compute_actor_loss(flags, model, x)
@@ -323,7 +328,9 @@ def learn(flags, model, target_model, sample, optimizers, num_updates):
         if model.is_sac:
             metrics |= {"entropy": -log_prob, "alpha": model.log_alpha.detach().exp()}
             actor_loss = actor_loss - model.log_alpha * (log_prob + flags.target_entropy)
-        metrics["actor_grad_norm"] = step_down(optimizers["actor"], actor_loss, parameters["actor"])
+        metrics["actor_grad_norm"] = step_down(
+            optimizers["actor"], actor_loss, parameters["actor"], metrics
+        )
         with torch.no_grad():
             targets, sources = list(target_model.parameters()), list(model.parameters())
             torch._foreach_lerp_(targets, sources, flags.target_rate)

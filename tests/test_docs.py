@@ -17,7 +17,7 @@ FOLDERS = ("benchmarks", "campaigns", "docs", "examples", "results")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 PAGES += [page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md"))]
 PROGRAMS = ("monobeast", "polybeast", "polybeast_env", "ppo", "gala", "dqn", "sac")
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.M | re.S)
 
 
 def name(page):

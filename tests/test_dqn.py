@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import signal
+import threading
 import types
 
 import gymnasium as gym
@@ -17,9 +18,10 @@ from program import HELPERS, ROOT, Program, column, last_step, load, read_rows, 
 
 import dqn
 from beast.actors import rollout_buffers
-from beast.actors.weights import SharedWeights
+from beast.actors.weights import SharedWeights, Version
 from beast.errors import FlagError
 from beast.learners import nets
+from beast.learners.learner import Learner
 from beast.learners.replay import Replay
 from beast.learners.replay_feed import ReplayFeed, announce_refill, to_tensors
 from beast.nest import map_nest
@@ -101,7 +103,9 @@ def test_the_loss_is_that_of_a_loop_over_transitions(double, dueling):
 
 @pytest.mark.parametrize("num_atoms", [1, 51])
 @pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("lstm", ["", "--use_lstm --burn_in 3 --sequence_length 4"])
+@pytest.mark.parametrize(
+    "lstm", ["", "--use_lstm --burn_in 3 --sequence_length 4 --unroll_length 4"]
+)
 def test_forbidden_actions_count_for_nothing(num_atoms, double, lstm):
     flags = parse(f"{lstm} --no_dueling --num_atoms {num_atoms}" + " --no_double" * (not double))
     mask = gym.spaces.MultiBinary(5)
@@ -308,6 +312,38 @@ def test_priorities_go_back_and_targets_follow_at_intervals():
     torch.testing.assert_close(target.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
+def test_updates_before_one_that_is_not_finite_are_recorded(monkeypatch):
+    flags, compute_loss, records, states = parse("--batch_size 6"), dqn.compute_loss, [], []
+    model, target = create_nets(flags)
+    learner = Learner(model, *dqn.create_optimizer(flags, model), Version())
+    sample = make_sample(flags)._replace(handle=())
+    sample = sample._replace(**map_nest(torch.Tensor.numpy, sample._asdict()))
+
+    def fail_third(*arguments):
+        total_loss, metrics, priorities = compute_loss(*arguments)
+        states.append(copy.deepcopy(model.state_dict()))
+        return total_loss, metrics | {"extra": math.nan if len(states) == 3 else 1}, priorities
+
+    class Drawn(Feeding):
+        def sample(self, *arguments):
+            return sample
+
+        def update(self, *arguments):
+            pass
+
+    def record(metrics, batch=None, is_update=True):
+        records.append((metrics, batch))
+
+    monkeypatch.setattr(dqn, "compute_loss", fail_third)
+    run = types.SimpleNamespace(follow=iter, stop=threading.Event(), record=record)
+    feed = ReplayFeed(Drawn(), 1.0, 0, 6, 0)
+    dqn.learn_from_replay(flags, learner, target, [(*feed.take_batch(), 5)], feed, run)
+    (good, _), (bad, batch) = records
+    assert good["steps"] == 0 and good["extra"] == 1 and math.isfinite(good["total_loss"])
+    assert math.isnan(bad["extra"]) and "sample.frame" in batch.cpu_rows
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in states[2].items())
+
+
 @pytest.mark.parametrize(("clipping", "reward"), [("abs_one", 1.0), ("none", 4.0)])
 def test_the_replay_is_made_as_the_flags_say(clipping, reward):
     arguments = f"--n_step 3 --discounting 0.5 --reward_clipping {clipping} --unroll_length 5"
@@ -325,6 +361,18 @@ def test_the_replay_is_made_as_the_flags_say(clipping, reward):
     assert (sample.discounts == 0.5**3).all()
     replay.update(sample.handle, np.full(10, 4.0))
     assert (replay._tree.get(sample.handle.starts) == 4**0.5).all()
+
+
+def test_outputs_of_a_net_are_stored_when_named(monkeypatch):
+    monkeypatch.setattr(dqn, "REPLAY_KEYS", (*dqn.REPLAY_KEYS, "baseline"))
+    flags = parse("--replay_capacity 200 --envs_per_actor 1")
+    _, (rows, outputs, state) = nets.create_net(dqn.Net, BOX, ACTIONS, **dqn.net_arguments(flags))
+    replay = dqn.create_replay(flags, rows, outputs, state, stack_size=1)
+    rollout = {n: np.zeros((21, *x.shape[2:]), x.numpy().dtype) for n, x in rows.items()}
+    rollout["done"][0], rollout["baseline"] = True, np.arange(21, dtype=np.float32)
+    replay.append(0, rollout, state, first=True)
+    sample = replay.sample(50)
+    np.testing.assert_array_equal(sample.rows["baseline"][0], sample.handle.starts)
 
 
 class Explored(Exception):
@@ -439,6 +487,7 @@ def test_waits_for_the_other_side_end_when_closed():
      ("--sequence_length 20", ACTIONS, "--sequence_length 20 needs --use_lstm"),
      ("--use_lstm --value_range 5", ACTIONS, "--value_range 5 needs --num_atoms above 1"),
      ("--use_lstm --burn_in 0 --sequence_length 1", ACTIONS, "length 1 .* is no sequence"),
+     ("--use_lstm --sequence_length 20", ACTIONS, "40 rows only the --sequence_length 20 would"),
      ("--total_steps 20000", ACTIONS, "starts 20,000 leaves none of --total_steps 20,000"),
      ("", gym.spaces.Box(-1, 1, (2,)), "Discrete actions: ppo.py and, if bounded, sac.py")],
 )  # fmt: skip

@@ -476,6 +476,21 @@ def test_a_loss_that_is_not_finite_leaves_the_weights():
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
+def test_a_metric_that_is_not_finite_leaves_the_weights(monkeypatch):
+    model, flags, compute_loss = Table(), parse("--num_minibatches 1"), ppo.compute_loss
+
+    def with_metric(*arguments):
+        total_loss, metrics = compute_loss(*arguments)
+        return total_loss, metrics | {"of_none": math.nan}
+
+    monkeypatch.setattr(ppo, "compute_loss", with_metric)
+    optimizer, _ = ppo.create_optimizer(flags, model)
+    rows, before = make_rows(model), map_nest(torch.clone, model.state_dict())
+    metrics = ppo.learn(flags, model, rows, ((), ()), optimizer)
+    assert math.isnan(metrics["of_none"]) and math.isfinite(metrics["total_loss"])
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
 @pytest.mark.parametrize(("column", "steps"), [(1, 1), (0, 0)])  # in 0 there is only a reset
 @pytest.mark.parametrize(("penalty", "continuous"), [("clip", False), ("kl", True)])
 def test_metrics_of_a_rollout_of_one_row_are_finite(column, steps, penalty, continuous):

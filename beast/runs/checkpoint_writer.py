@@ -55,7 +55,8 @@ class Writer:
         """Write the learner's state; its lock is held during the copy, not during the write.
 
         With several `skipped_in_a_row` nothing is written, since the model may have diverged,
-        though no skipped update has changed it (in ppo.py only by its finite minibatches).
+        though no skipped update has changed it (in ppo.py, dqn.py and sac.py only by what of it
+        was finite).
 
         Raises:
           FlagError: the checkpoint could not be loaded again; the previous one stays.

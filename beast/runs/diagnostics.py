@@ -287,6 +287,15 @@ def mean_floats(dicts):
     return to_floats(means)
 
 
+def are_finite(metrics):
+    """Return whether all metrics, as `to_floats` takes them, are finite, without floats of each."""
+    try:
+        total = torch.as_tensor(sum(metrics.values()))  # not finite where one of them is not
+    except (TypeError, RuntimeError):
+        return is_finite(to_floats(metrics))  # which names what is not one number
+    return bool(total.isfinite().all())
+
+
 def is_finite(metrics):
     """Return whether all metrics, floats by name, are finite."""
     return all(map(math.isfinite, metrics.values()))
