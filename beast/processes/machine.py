@@ -10,8 +10,8 @@ import shutil
 from beast.errors import FlagError
 
 # The rollouts under way, in batches: about the age of the acting policies, in updates. It is 2.4 in
-# the published curves of Atari. In MinAtar 8 updates cost at most a tenth of the return, and 64 a
-# sixth in one game of two (results/README.md); this is between them.
+# the published curves of Atari. In MinAtar 64 updates cost nothing, and 256 a third in one game of
+# two (results/staleness/README.md), but Pong at 64 learned more slowly (results/tuning/README.md).
 MAX_LAG = 16
 FEW_CORES, FEW_PROCESSES = 2, 2  # few cores have the processes of the published curves
 MAX_ENVS, MIN_ENVS = 8, 4  # a process or stream; with fewer, most of the time goes into messages
