@@ -11,11 +11,13 @@ namespace torchbeast {
 
 // Releases the GIL, and takes it again at the end of the scope. While the interpreter is
 // finalizing, Python would unwind a thread that asks for the GIL, through destructors that must not
-// throw: such a thread sleeps forever instead.
+// throw: such a thread sleeps forever instead. The thread that finalizes, in a __del__, say, is the
+// only one that has the GIL then, and keeps it.
 class NoGil {
  public:
-  NoGil() : state_(PyEval_SaveThread()) {}
+  NoGil() : state_(is_finalizing() ? nullptr : PyEval_SaveThread()) {}
   ~NoGil() {
+    if (state_ == nullptr) return;
     while (is_finalizing()) std::this_thread::sleep_for(std::chrono::hours(1));
     PyEval_RestoreThread(state_);
   }

@@ -373,6 +373,25 @@ def test_a_waiting_thread_blocks_no_other_and_any_end_wakes_it():
 
 
 @pytest.mark.whole
+def test_a_program_ends_whose_generator_closes_a_queue_at_the_exit():
+    output = run_with_deadline("""
+        from libtorchbeast import BatchingQueue
+
+        def run():
+            queue = BatchingQueue()
+            try:
+                yield queue
+            finally:
+                queue.close()
+                print("closed")
+
+        running = run()
+        queue = next(running)
+    """)
+    assert output == "closed\n"
+
+
+@pytest.mark.whole
 def test_several_threads_may_be_the_first_to_use_a_queue():
     """Nobody has imported torch before: whoever does must not keep the others from the GIL."""
     run_with_deadline("""
