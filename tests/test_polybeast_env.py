@@ -11,6 +11,7 @@ import subprocess
 import catch_env
 import numpy as np
 import pytest
+from counting import free_address
 from deadline import Thread
 from program import HELPERS, Program, run
 from stream import EnvironmentFailed, Stream
@@ -156,10 +157,13 @@ def test_what_environments_have_started_ends_with_them(tmp_path):
 
 
 @pytest.mark.whole
-def test_a_learners_server_that_hangs_ends_with_its_program(tmp_path):
-    marker, address = tmp_path / "marker", f"unix:{tmp_path}/socket"
-    arguments = f"--env Failing-hold@{marker} --num_servers 1 --end_with_stdin --server_address"
-    with Program(CATCH, arguments, address, stdin=subprocess.PIPE) as program:
+@pytest.mark.parametrize("is_learners", [True, False])
+def test_a_server_that_hangs_ends_with_its_program(is_learners, tmp_path):
+    marker = tmp_path / "marker"
+    address = f"unix:{tmp_path}/socket" if is_learners else free_address()
+    arguments = f"--env Failing-hold@{marker} --num_servers 1 --server_address {address}"
+    arguments += " --end_with_stdin" * is_learners
+    with Program(CATCH, arguments, stdin=subprocess.PIPE) as program:
         wait_for_servers(program, address)
         with Stream(address, num_envs=1) as stream:
 

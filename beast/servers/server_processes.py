@@ -100,9 +100,10 @@ def server_main(run_server, flags, address, seed, pipe, busy_since):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what to do
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     default_signals_in_forks()
-    # A learner's own servers are killed with their program, even if they hang, and the learner
-    # removes their sockets; others have to remove those first.
-    lead_group(signal.SIGKILL if flags.end_with_stdin else signal.SIGCONT)
+    # Servers are killed with their program, even if they hang; but those with unix sockets have to
+    # remove these first, unless a learner, whose servers they are, does it.
+    has_socket = (address or "").startswith("unix:") and not flags.end_with_stdin
+    lead_group(signal.SIGCONT if has_socket else signal.SIGKILL)
     print_stacks_on_signal()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     exit_with_parent(end=end, while_alive=record_alive)
