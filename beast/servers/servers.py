@@ -160,9 +160,10 @@ def _check_flags(flags):
             f"--server_addresses ({flags.server_addresses}) names servers that run already, "
             f"--pipes_basename ({flags.pipes_basename}) where to start some: give only one"
         )
+    if flags.server_addresses or flags.listen:
+        credentials.load(flags)
     if flags.server_addresses:
         num_addresses = len(own_addresses(flags))
-        credentials.load(flags)
     elif starts_servers(flags):
         num_addresses = len(local_addresses(flags, "/a/temporary/folder"))
     else:
