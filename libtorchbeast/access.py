@@ -2,10 +2,12 @@
 """Access to a server: for processes of its machine, or with a certificate or a token."""
 
 import collections
+import contextlib
 import hmac
 import ipaddress
 import logging
 import re
+import socket
 import time
 
 LOG_INTERVAL = 10  # seconds between two lines about strangers, who could fill the disk
@@ -37,6 +39,19 @@ def is_local(address):
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def warn_of_loopback(address):
+    """Warn where a host name, by which other machines would look for us, is loopback here."""
+    host = address.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(OSError):
+        ip = socket.getaddrinfo(host, None)[0][4][0]
+        if not is_local(address) and ipaddress.ip_address(ip).is_loopback:
+            logging.warning(
+                "%s is %s on this machine (/etc/hosts), which no other machine can reach: listen "
+                "at 0.0.0.0 instead",
+                host, ip,
+            )  # fmt: skip
 
 
 def check_address(address, is_safe):

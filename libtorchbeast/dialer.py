@@ -38,6 +38,7 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 20_000),  # else a ping may take a minute
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # to connect; else 20 s, at a machine that is gone
 )
 _TEXTS = {
     grpc.StatusCode.UNAUTHENTICATED: "refused by the learner at {}: {}",
@@ -93,10 +94,10 @@ class Dialer:
         """Dial until `stop`. Calls `started`, if given, with the address that first accepts us.
 
         Raises:
-          RuntimeError: a learner refuses us for good before any has accepted us; a stream is lost,
-            and we are not to reconnect; or `give_up` was called.
+          RuntimeError: all learners refuse us for good before any has accepted us; a stream is
+            lost, and we are not to reconnect; or `give_up` was called.
         """
-        num_failures, num_tries, has_played = 0, 0, False
+        num_failures, num_tries, has_played, refusing = 0, 0, False, set()
         while not self._is_stopped:
             address = self._address(num_tries)
             stream = _Stream(self, address, None if has_played else started)
@@ -108,7 +109,9 @@ class Dialer:
                 self._wait(PAUSES[0])
             if self._is_stopped or error is None:
                 continue
-            if (stream.is_refused and not has_played) or not self._reconnect:
+            if stream.is_refused and not has_played:
+                refusing.add(address)
+            if refusing == set(self._addresses) or not self._reconnect:
                 raise RuntimeError(error)
             if count := self._throttle.count():
                 level = logging.INFO if has_played else logging.WARNING

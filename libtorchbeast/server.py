@@ -258,6 +258,8 @@ def _bind(server, address, is_safe, tls):
     if port == 0:
         problem = problem or "gRPC cannot bind to it, or not with that certificate and key"
         raise RuntimeError(f"cannot serve on {address}: {problem}")
+    if tcp:
+        access.warn_of_loopback(address)
     return address if unix else f"{address.rpartition(':')[0]}:{port}"
 
 

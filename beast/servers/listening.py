@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import libtorchbeast
 from beast.errors import EnvError
-from libtorchbeast.access import check_address, split_address
+from libtorchbeast.access import check_address, split_address, warn_of_loopback
 
 STRANGERS = 768  # connections that are none of environments
 SPARE_FILES = 256  # descriptors for all else
@@ -106,6 +106,7 @@ def listen(flags, credentials, group):
         port = port_socket.getsockname()[1]
         address = f"{flags.listen.rpartition(':')[0]}:{port}"
         logging.info("Listening for environments at %s", address)
+        warn_of_loopback(address)
         try:
             yield Listening(address, listener, group)
         finally:

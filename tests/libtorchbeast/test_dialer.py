@@ -161,6 +161,19 @@ def test_who_does_not_fit_is_refused_by_name_on_both_ends(start, rig, options, g
         learner.wait_for_event(f"stream 0: refused: .*{message}")
 
 
+def test_one_learner_that_refuses_leaves_the_others(start, rig, monkeypatch, caplog):
+    monkeypatch.setattr(dialer, "PAUSES", (0.01,))
+    refusing = rig(port_options={"auth_token": "other"})
+    learner = rig(act_zero, (), port_options={"auth_token": "right"})
+    addresses = refusing.address, learner.address
+    player = start(DialerThread(counting.OldCounting, *addresses, auth_token="right"))
+    wait_until(lambda: player.accepted == [learner.address])
+    assert f"refused by the learner at {refusing.address}" in caplog.text
+    learner.take()
+    with pytest.raises(RuntimeError, match="refused by the learner"):
+        DialerThread(counting.OldCounting, *addresses, auth_token="wrong").result()
+
+
 def test_rows_unlike_those_of_others_are_refused_for_good(start, rig):
     learner = rig(act_zero, ())
     start(DialerThread(counting.OldCounting, learner.address))

@@ -29,7 +29,7 @@ from beast.errors import EnvError, FlagError
 from beast.servers import credentials, handshakes, server_processes, servers
 from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher, Server, query_server
 from libtorchbeast import server as server_module
-from libtorchbeast.access import is_local
+from libtorchbeast.access import is_local, warn_of_loopback
 
 ANY_PORT = "127.0.0.1:0"
 LEARNER, SERVER = "own/learner", "own/server"
@@ -230,6 +230,17 @@ def test_a_secret_that_all_can_read_or_guess_is_warned_of(folders, tmp_path, cap
 )  # fmt: skip
 def test_only_unix_and_loopback_are_local(address, local):
     assert is_local(address) == local
+
+
+@pytest.mark.parametrize(
+    ("address", "ip", "told"),
+    [("host:1", "127.0.1.1", True), ("host:1", "10.0.0.1", False), ("host:1", "::1", True),
+     ("localhost:1", "127.0.0.1", False), ("127.0.0.1:1", "127.0.0.1", False)],
+)  # fmt: skip
+def test_names_that_others_cannot_reach_are_told(address, ip, told, monkeypatch, caplog):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(None, None, None, "", (ip, 0))])
+    warn_of_loopback(address)
+    assert (f"host is {ip} on this machine" in caplog.text) == told == bool(caplog.records)
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:5005", "[::]:5005", "192.0.2.1:5005", "host:5005"])
