@@ -373,7 +373,7 @@ def test_a_waiting_thread_blocks_no_other_and_any_end_wakes_it():
 
 
 @pytest.mark.whole
-def test_a_program_ends_whose_generator_closes_a_queue_at_the_exit():
+def test_a_generator_may_close_a_queue_at_the_exit():
     output = run_with_deadline("""
         from libtorchbeast import BatchingQueue
 
