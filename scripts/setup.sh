@@ -10,6 +10,13 @@
 set -eu
 cd "$(dirname "$0")/.."
 
+# Another make may be setting up the same .venv. This script is as good a file to lock as another.
+if [ -w scripts/setup.sh ] && command -v flock >/dev/null; then
+  exec 9>>scripts/setup.sh
+  flock --nonblock 9 || echo 'Waiting for another make, which sets up .venv.'
+  flock 9 || true
+fi
+
 fail() {
   printf '%s\n' "$@" >&2
   exit 1
@@ -59,7 +66,7 @@ if [ "$packages" ]; then
   echo "  install with apt-get:$packages"
   [ "$(id -u)" = 0 ] || sudo='sudo -n'
   command -v apt-get >/dev/null && $sudo true 2>/dev/null ||
-    fail 'That is for root to do. As root, run this, then the same make again:' \
+    fail 'That is for root to do (or by conda, see setup.py). As root, run this, then make again:' \
       "  apt-get update && apt-get install -y --no-install-recommends$packages"
 fi
 [ -z "$create" ] || [ ! -e .venv ] || echo '  remove .venv, which is incomplete or of another Python'

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from deadline import ROOT
+from deadline import ROOT, Thread, wait_until
 
 # A Python without ensurepip until apt-get has run; its pip does what $PIP says.
 PYTHON = """
@@ -120,6 +120,17 @@ def test_a_folder_that_was_renamed_is_told(machine):
     assert (machine.venv / ".from" / "folder").read_text() == f"{machine.repo}\n"
     (machine.venv / ".from" / "folder").write_text("/before\n")
     assert machine.run().startswith("This folder was /before, whose name .venv holds")
+
+
+@pytest.mark.skipif(not shutil.which("flock"), reason="flock is missing")
+def test_a_second_make_waits_for_the_first(machine):
+    (machine.repo.parent / "bin" / "flock").symlink_to(shutil.which("flock"))
+    first = Thread(lambda: machine.run(PIP="sleep 2"))
+    wait_until(lambda: (machine.venv / ".incomplete").exists())
+    output = machine.run()
+    assert output == "Waiting for another make, which sets up .venv.\n"
+    first.result()
+    assert len(machine.log("pip")) == 1
 
 
 @pytest.mark.parametrize("how", ["KILL", "INT"])
