@@ -4,8 +4,8 @@
     pip install -r requirements.txt
     pip install --no-build-isolation -e .     # or: python setup.py build_ext --inplace
 
-gRPC and protobuf are the system's, or those of conda or Homebrew; what is missing is listed, with
-the line that installs it. SANITIZE=address, thread or undefined in the environment adds a
+On Linux. gRPC and protobuf are the system's or conda's; what is missing is listed, with the line
+that installs it. SANITIZE=address, thread or undefined in the environment adds a
 sanitizer; the modules then need its runtime from the start:
 
     LD_PRELOAD=$(c++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 python -m pytest
@@ -34,7 +34,6 @@ INSTALL = {
     "Fedora": "dnf install -y gcc-c++ make cmake grpc-devel grpc-plugins protobuf-devel "
     "python{version}-devel",
     "conda": "conda install -y -c conda-forge cxx-compiler make cmake libgrpc libprotobuf",
-    "Homebrew": "brew install cmake grpc protobuf",
 }
 
 
@@ -42,9 +41,6 @@ def prefixes() -> list[str]:
     """Where gRPC may be, beside the system's own places."""
     found = os.environ.get("CMAKE_PREFIX_PATH", "").split(os.pathsep)
     found.append(os.environ.get("CONDA_PREFIX", ""))
-    if sys.platform == "darwin" and shutil.which("brew"):
-        brew = subprocess.run(["brew", "--prefix"], capture_output=True, text=True).stdout.strip()
-        found += [brew, f"{brew}/opt/openssl@3"]  # gRPC asks for OpenSSL, which lies apart
     return [prefix for prefix in found if prefix]
 
 
@@ -133,7 +129,7 @@ def run_cmake() -> Path:
         f"-DCMAKE_PREFIX_PATH={';'.join(prefixes())}",
     ]
     # CMake reads these once; what was built with others must go.
-    variables = ("CXX", "CXXFLAGS", "LDFLAGS", "CMAKE_GENERATOR", "MACOSX_DEPLOYMENT_TARGET")
+    variables = ("CXX", "CXXFLAGS", "LDFLAGS", "CMAKE_GENERATOR")
     made_with = "\n".join([str(ROOT), *options, *(f"{v}={os.environ.get(v)}" for v in variables)])
     note = build / "made_with.txt"
     cmake = find_program("cmake")
