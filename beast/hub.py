@@ -7,7 +7,8 @@
     python -m beast.hub test weights/*                             plays all of their games again
 
 A shared folder has model.safetensors, with the run's flags in its header; test.json, the score;
-README.md, the card; and of the run meta.json, logs.csv and curves.png. Reading it runs no code.
+README.md, the card; and of the run meta.json, logs.csv, curves.png and what was not committed.
+Reading it runs no code.
 What stands behind -- are more flags of the tests, as in `push RUN TARGET -- --greedy`.
 
 Needs safetensors, the Hub huggingface_hub, too (pip install safetensors huggingface_hub).
@@ -37,6 +38,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 WEIGHTS, SCORE, CARD, PICTURE = "model.safetensors", "test.json", "README.md", "curves.png"
 OF_RUN = ("meta.json", "logs.csv")
 FILES = (WEIGHTS, SCORE, CARD, PICTURE, *OF_RUN)
+CHANGES = "changes-*.diff"  # of a run whose code was not committed
 # What of a checkpoint stands in the header of the weights, and of which types.
 HEADER = {"step": 0, "time": 0.0, "net": "", "flags": {"program": ""}}
 HUB = "hf:"
@@ -103,7 +105,7 @@ def pack(run, name, folder):
     weights = {key: x.clone(memory_format=torch.contiguous_format) for key, x in weights.items()}
     header = json.dumps({key: saved[key] for key in HEADER})
     (folder / WEIGHTS).write_bytes(save(weights, {"checkpoint": header}))
-    for file in OF_RUN:
+    for file in [*OF_RUN, *(path.name for path in run.glob(CHANGES))]:
         shutil.copyfile(run / file, folder / file)
     with contextlib.redirect_stdout(sys.stderr):
         plot.main([str(run), "--output", str(folder / PICTURE)])
@@ -135,7 +137,7 @@ def unpack(folder, run):
     content |= {"optimizer_state_dict": {}, "scheduler_state_dict": {}, "random_states": {}}
     content["stats"] = {"step": content["step"]}
     with new_folder(run) as new:
-        for file in FILES:
+        for file in [*FILES, *(path.name for path in folder.glob(CHANGES))]:
             if file != WEIGHTS and (folder / file).exists():
                 shutil.copyfile(folder / file, new / file)
         (new / checkpoint.NEWEST).write_bytes(checkpoint.to_bytes(content).getvalue())
@@ -188,13 +190,20 @@ def write_card(folder, target):
     """Write README.md, with a header that the Hub reads."""
     run, score = read_run(str(folder), []), json.loads((folder / SCORE).read_text())
     flags, name = read_header(folder)["flags"], pathlib.Path(target.removeprefix(HUB)).name
-    commands = [meta["command"] for meta in [*run.meta.get("earlier", []), run.meta]]
     test = shlex.join(["--num_episodes", str(len(score["returns"])), *score["arguments"]])
     metric = {"type": "mean_reward", "name": "mean return", "value": score["mean"]}
     task = {"type": "reinforcement-learning", "name": "reinforcement learning"}
     dataset = {"type": flags["env"], "name": flags["env"]}
     index = [{"name": name, "results": [{"task": task, "dataset": dataset, "metrics": [metric]}]}]
-    lines = "\n".join(f"python {shlex.join(command)}" for command in commands)
+    lines = []
+    for meta in [*run.meta.get("earlier", []), run.meta]:
+        number = meta.get("flags", {}).get("num_learners", 1)
+        start = "python" if number == 1 else f"torchrun --standalone --nproc-per-node {number}"
+        lines.append(f"{start} {shlex.join(meta['command'])}")
+    lines = "\n".join(lines)
+    changes = "".join(
+        f"What was not committed: `git apply {path.name}`.\n\n" for path in folder.glob(CHANGES)
+    )
     (folder / CARD).write_text(f"""\
 ---
 tags: [reinforcement-learning, {pathlib.Path(flags["program"]).stem}]
@@ -209,7 +218,7 @@ after {score["step"]:,} agent steps, by commit {", ".join(run.commits) or "unkno
 {lines}
 ```
 
-![Learning curve]({PICTURE})
+{changes}![Learning curve]({PICTURE})
 
 ```bash
 python -m beast.hub pull {shlex.quote(target)} ~/logs/torchbeast/{name}
@@ -227,7 +236,9 @@ def fetched(source):
     with tempfile.TemporaryDirectory() as copy:
         with translated(source):
             repository = source.removeprefix(HUB)
-            get_hub().snapshot_download(repository, local_dir=copy, allow_patterns=FILES)
+            get_hub().snapshot_download(
+                repository, local_dir=copy, allow_patterns=[*FILES, CHANGES]
+            )
         yield pathlib.Path(copy)
 
 
@@ -261,7 +272,9 @@ def push(flags, arguments):
             with translated(flags.target):
                 api = get_hub().HfApi() if repository else None
                 if repository:
-                    api.create_repo(repository)
+                    api.create_repo(repository, exist_ok=True)  # of a push that failed, say
+                    if api.file_exists(repository, WEIGHTS):
+                        raise FlagError(f"{flags.target} has weights: choose another repository")
             result = play(folder, flags.num_episodes, arguments) | {"arguments": arguments}
             (folder / SCORE).write_text(json.dumps(result))
             write_card(folder, flags.target)

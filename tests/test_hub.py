@@ -32,6 +32,7 @@ def trained(tmp_path_factory):
 def test_packed_weights_are_those_of_the_run_with_score_and_card(trained):
     one, packed = trained
     names = {"model.safetensors", "test.json", "README.md", "meta.json", "logs.csv", "curves.png"}
+    names |= {path.name for path in one.glob("changes-*.diff")}  # of a tree that is worked on
     assert {path.name for path in packed.iterdir()} == names
     weights, expected = load_file(packed / hub.WEIGHTS), load(one / NEWEST)["model_state_dict"]
     assert weights.keys() == expected.keys()
@@ -83,6 +84,11 @@ def test_the_hub_is_called_as_its_package_wants(trained, tmp_path, monkeypatch):
     class Api:
         def create_repo(self, *args, **kwargs):
             inspect.signature(package.HfApi.create_repo).bind(self, *args, **kwargs)
+            assert kwargs["exist_ok"]
+
+        def file_exists(self, *args):
+            inspect.signature(package.HfApi.file_exists).bind(self, *args)
+            return (stored / args[1]).exists()
 
         def upload_folder(self, **kwargs):
             inspect.signature(package.HfApi.upload_folder).bind(self, **kwargs)
@@ -91,15 +97,20 @@ def test_the_hub_is_called_as_its_package_wants(trained, tmp_path, monkeypatch):
 
     def download(*args, **kwargs):
         inspect.signature(package.snapshot_download).bind(*args, **kwargs)
-        assert args == (name,) and set(kwargs["allow_patterns"]) == set(hub.FILES)
+        assert args == (name,) and set(kwargs["allow_patterns"]) == {*hub.FILES, hub.CHANGES}
         shutil.copytree(stored, kwargs["local_dir"], dirs_exist_ok=True)
 
     monkeypatch.setattr(package, "HfApi", Api)
     monkeypatch.setattr(package, "snapshot_download", download)
+    (one / "changes-01234567.diff").write_text("an edit\n")
     hub.main(["push", str(one), f"hf:{name}", "--num_episodes", "2"])
+    assert (stored / "changes-01234567.diff").read_text() == "an edit\n"
+    with pytest.raises(FlagError, match=f"hf:{name} has weights: choose another repository"):
+        hub.main(["push", str(one), f"hf:{name}", "--num_episodes", "2"])
     assert f"beast.hub pull hf:{name} ~/logs/torchbeast/pong" in (stored / "README.md").read_text()
     hub.main(["pull", f"hf:{name}", str(tmp_path / "new")])
     assert (tmp_path / "new" / NEWEST).exists()
+    assert (tmp_path / "new" / "changes-01234567.diff").exists()
     monkeypatch.setattr(package, "snapshot_download", lambda *_, **__: 1 / 0)
     with pytest.raises(FlagError, match=f"hf:{name}: ZeroDivisionError"):
         hub.main(["pull", f"hf:{name}", str(tmp_path / "other")])
