@@ -11,7 +11,7 @@ from program import ROOT, run
 
 from beast import plot
 from beast.runs.checkpoint import NOT_RESUMED
-from beast.runs.curves import NOT_SETTINGS, PlotError
+from beast.runs.curves import NOT_SETTINGS, PlotError, read_run
 
 ROWS = [{"_tick": i, "_time": 1e9 + 5 * i, "step": 1000 * i} for i in range(41)]
 
@@ -40,7 +40,7 @@ def collect(*words):
 
 
 def test_flags_that_are_not_resumed_do_not_part_curves():
-    assert set(NOT_RESUMED) - {"disable_cuda", "render_mode"} <= NOT_SETTINGS
+    assert set(NOT_RESUMED) - {"disable_cuda", "render_mode", "num_learners"} <= NOT_SETTINGS
 
 
 def curves(*words):
@@ -70,6 +70,21 @@ def test_other_flags_make_other_curves_named_after_them(tmp_path):
     assert list(curves(*runs)) == names
     runs = [write_run(tmp_path / "d", momentum=0.0), write_run(tmp_path / "e", momentum=0.9)]
     assert list(curves(*runs)) == ["momentum=0.0", "momentum=0.9"]
+
+
+def test_numbers_of_learners_make_other_curves(tmp_path):
+    runs = [write_run(tmp_path / f"{n}-{seed}", seed=seed, num_learners=n)
+            for n in (1, 8) for seed in (1, 2)]  # fmt: skip
+    older = write_run(tmp_path / "older", seed=3)
+    names = ["no num_learners (3 runs)", "num_learners=8 (2 runs)"]
+    assert list(curves(*runs, older)) == names
+
+
+def test_files_that_git_does_not_know_are_no_changes(tmp_path):
+    run = read_run(write_run(tmp_path / "a"), [])
+    assert run.commits == ["0123456 + changes"]
+    run.meta["git"]["changed"] = "?? report.md"
+    assert run.commits == ["0123456"]
 
 
 def test_labels_join_and_part_runs_and_a_link_names_no_other_run(tmp_path):

@@ -37,9 +37,14 @@ def compare_code(path):
         )
 
 
+def list_changes(git):
+    """Return the changed files of a run, by what `describe_git` wrote."""
+    lines = (git.get("changed") or "").splitlines()
+    return [line for line in lines if not line.startswith("??")]  # git does not know a log, say
+
+
 def _name_code(command, git):
-    # A file that git does not know, as a log, is no change.
-    changes = [line for line in (git["changed"] or "").splitlines() if not line.startswith("??")]
+    changes = list_changes(git)
     changes += [git["diff"]] if git.get("diff") else []
     commit = f"commit {git['commit'][:7]}" if git["commit"] else "no commit"
     changed = f" with changes ({', '.join(map(str.strip, changes))})" if changes else ""
@@ -47,7 +52,15 @@ def _name_code(command, git):
 
 
 def describe_code():
-    """Return the commit of this repository, with a hash of changes that are not committed."""
+    """Return the commit of this repository, with a hash of changes that are not committed.
+
+    Where git does not work, it is a hash of all programs and modules.
+    """
+    if run_git("rev-parse", "HEAD") is None:
+        root = pathlib.Path(__file__).parents[2]
+        folders = "*.py", "beast/**/*.py", "libtorchbeast/**/*.py"
+        files = sorted(file for pattern in folders for file in root.glob(pattern))
+        return f"no git, code {_hash(b''.join(file.read_bytes() for file in files))}"
     return f"{_read_text('rev-parse', 'HEAD')} with changes {_hash(_read_diff())}"
 
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from beast.runs.code_version import list_changes
+
 POINTS = 250  # of a curve; each is a mean over its share of the rows
 X_AXES = {
     "steps": "agent steps",
@@ -29,7 +31,7 @@ NOT_SETTINGS = {  # flags in which the runs of one curve may differ
     "eval_interval", "wandb", "write_profiler_trace", "end_with_stdin", "num_test_envs",
     "pipes_basename", "server_addresses", "tls_cert", "tls_key", "tls_ca", "auth_token_file",
     "checkpoint_interval_s", "stall_timeout_s", "best", "result_file", "record_video",
-    "chosen", "fp32_devices", "rank", "num_learners", "elastic", "listen", "max_streams",
+    "chosen", "fp32_devices", "rank", "elastic", "listen", "max_streams",
     "insecure", "spaces", "compile",
 }  # fmt: skip
 
@@ -53,6 +55,8 @@ class Run(NamedTuple):
         settings = {
             k: v for k, v in flags if k not in NOT_SETTINGS and v is not None and v is not False
         }
+        if settings.get("num_learners") == 1:  # older runs do not have it
+            del settings["num_learners"]
         return {"program": self.program} | settings if self.meta else {}
 
     @property
@@ -64,7 +68,7 @@ class Run(NamedTuple):
         """Commits that the run was started and resumed with; + marks uncommitted changes."""
         git = [meta.get("git", {}) for meta in [*self.meta.get("earlier", []), self.meta]]
         git = [g for g in git if g.get("commit")]
-        marked = [g["commit"][:7] + " + changes" * bool(g.get("changed")) for g in git]
+        marked = [g["commit"][:7] + " + changes" * bool(list_changes(g)) for g in git]
         return list(dict.fromkeys(marked))
 
 
@@ -142,7 +146,10 @@ def read_log(path, notes):
 
 
 def hours_of_running(times):
-    """Return hours of training since the first row; times when the run was stopped are left out."""
+    """Return hours of training since the first row.
+
+    Times when the run was stopped are left out; so is work that was lost when the run was killed.
+    """
     seconds = np.diff(times)
     # Between two rows there are seconds, or a little more with a slow net.
     running = (seconds > 0) & (seconds < max(60, 10 * np.median(seconds)))

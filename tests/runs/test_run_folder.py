@@ -66,6 +66,18 @@ def test_changes_of_the_code_are_alike_in_any_git_configuration(tmp_path, monkey
     assert code_version.describe_git()["diff"] == diff.name
 
 
+def test_without_git_the_code_itself_is_compared(tmp_path, monkeypatch):
+    (tmp_path / "beast" / "runs").mkdir(parents=True)
+    monkeypatch.setattr(code_version, "__file__", str(tmp_path / "beast/runs/code_version.py"))
+    monkeypatch.setattr(code_version, "run_git", lambda *arguments: None)
+    found = {code_version.describe_code()}
+    for path in ("fork.py", "beast/runs/run.py"):
+        (tmp_path / path).write_text("pass\n")
+        found.add(code_version.describe_code())
+    assert len(found) == 3
+    assert code_version.describe_code() in found
+
+
 def test_what_was_changed_since_the_last_start_is_pointed_out(
     tmp_path, open_folder, caplog, monkeypatch
 ):
