@@ -63,8 +63,11 @@ def main(argv=None):
         return parser.print_help()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         parser.error("it measures one learner: start it without torchrun")
-    if any(flag.partition("=")[0] == "--elastic" for flag in arguments.flags):
+    given = {flag.partition("=")[0] for flag in arguments.flags}
+    if "--elastic" in given:
         parser.error("it measures one learner: leave --elastic out")
+    if "--listen" in given:
+        parser.error("environments that dial in are not started here: leave --listen out")
     if not os.path.exists(arguments.program):
         parser.error(f"there is no file {arguments.program}")
     try:

@@ -37,7 +37,7 @@ new_key() {
   openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out "$1"
 }
 
-if [ ! -e ca.key ]; then
+if [ ! -e ca.key ] || [ ! -e ca.pem ]; then
   new_key ca.key
   openssl req -x509 -new -key ca.key -days 3650 -subj "/CN=PolyBeast authority" -out ca.pem
 fi

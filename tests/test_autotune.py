@@ -131,6 +131,9 @@ def test_it_measures_one_learner_alone(trials, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         autotune.main([str(CATCH), "--elastic=host:1"])
     assert "leave --elastic out" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        autotune.main([str(CATCH), "--listen", "127.0.0.1:0"])
+    assert "leave --listen out" in capsys.readouterr().err
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(SystemExit):
         autotune.main([str(CATCH)])
