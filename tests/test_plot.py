@@ -81,7 +81,7 @@ def test_numbers_of_learners_make_other_curves(tmp_path):
 
 
 def test_files_that_git_does_not_know_are_no_changes(tmp_path):
-    run = read_run(write_run(tmp_path / "a"), [])
+    run = read_run(str(write_run(tmp_path / "a")), [])
     assert run.commits == ["0123456 + changes"]
     run.meta["git"]["changed"] = "?? report.md"
     assert run.commits == ["0123456"]
