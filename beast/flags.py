@@ -147,7 +147,8 @@ def _fill_in(parser, argv, flags):
     if flags.xpid is None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         name = flags.program.removesuffix(".py")
-        flags.xpid = f"{name}-{now}" if flags.mode == "train" else "latest"
+        name = f"{name}-{now}-{os.urandom(2).hex()}"  # 40 jobs may start in one second
+        flags.xpid = name if flags.mode == "train" else "latest"
     elif flags.mode == "train" and not os.path.lexists(run_path(flags)):
         name, names = re.sub(r"\d", "", flags.xpid), _list_runs(flags, NEWEST)
         # Names that differ by more than digits.
@@ -156,7 +157,7 @@ def _fill_in(parser, argv, flags):
             logging.warning("--xpid %s is a new run; there is also %s", flags.xpid, similar)
     if flags.xpid == "latest":
         if not run_path(flags).exists():
-            raise FlagError(f"no run in {flags.savedir}: check --savedir")
+            raise FlagError(f"there is no {run_path(flags)}: check --savedir, or give an --xpid")
         flags.xpid = run_path(flags).resolve().name
     if flags.best and flags.mode == "train":
         raise FlagError("--best is for --mode test: training resumes the newest checkpoint")

@@ -88,10 +88,20 @@ class GrowingFile:
             return self._report(error)
         return True
 
+    def is_current(self):
+        """Return whether the path is still this file, and not another one, or none."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+        except FileNotFoundError:
+            return False
+
     def close(self):
         if self._num_missing:
             logging.error("At the end of %s %d entries are missing", self._path, self._num_missing)
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # some file systems say here that writing failed
+            logging.error("Cannot write %s: %s", self._path, error)
 
     def _report(self, error):
         # Counted first, as this file may be the very log that is written to.
@@ -112,7 +122,7 @@ class LogHandler(logging.Handler):
     def __init__(self, path, log_format):
         super().__init__()
         self.setFormatter(logging.Formatter(log_format))
-        self._file = GrowingFile(path)
+        self._path, self._file = path, GrowingFile(path)
 
     def emit(self, record):
         try:
@@ -121,6 +131,13 @@ class LogHandler(logging.Handler):
             self.handleError(record)
         else:
             self._file.append(f"{line}\n".encode(errors="backslashreplace"))
+
+    def follow(self):
+        """Go on in the file that has the path now, or in a new one: logs are rotated, say."""
+        with self.lock:
+            if not self._file.is_current():
+                before, self._file = self._file, GrowingFile(self._path)
+                before.close()
 
     def close(self):
         self._file.close()
@@ -135,19 +152,19 @@ class CSVFile:
 
     def __init__(self, path, step):
         self._path = path
-        lines = []
         self._fields = ["_tick", "_time", "step"]
+        self._open(step)
+
+    def _open(self, step):
+        lines = []
         try:
-            if path.exists():
+            if self._path.exists():
                 lines = self._read(step)
         except (ValueError, csv.Error) as error:
-            set_aside(path, f"it is damaged ({type(error).__name__}: {error})")
-        self._begin("".join(lines).encode())
-        self._tick = len(lines)
-
-    def _begin(self, rows):
-        replace_file(self._path, self._encode(self._fields, [], header=True) + rows)
-        self._file = GrowingFile(self._path)
+            set_aside(self._path, f"it is damaged ({type(error).__name__}: {error})")
+        header = self._encode(self._fields, [], header=True)
+        replace_file(self._path, header + "".join(lines).encode())
+        self._file, self._tick = GrowingFile(self._path), len(lines)
 
     def _read(self, step):
         """Return the lines of rows up to `step`, and take over the names of the columns."""
@@ -163,18 +180,27 @@ class CSVFile:
             row = next(csv.reader([line]), [])
             steps.append(int(row[place]) if len(row) > place and row[place].isdigit() else None)
         if step == 0 and any(s is not None for s in steps):
-            set_aside(self._path, "the run begins anew, as it has no checkpoint")
+            set_aside(self._path, "the run begins anew, at step 0")
             return []
         self._fields = fields
         pairs = zip(lines[1:], steps, strict=True)
         return [line for line, s in pairs if s is not None and s <= step]
 
-    def begin_anew(self):
-        """Make another file of this name, where this one has been renamed."""
+    def is_current(self):
+        return self._file.is_current()
+
+    def reopen(self):
+        """Go on in the file that has the path now, or in a new one where this was renamed."""
         before = self._file
-        self._begin(b"")
+        self._open(math.inf)
         before.close()
-        logging.warning("%s was renamed or removed: its rows go on in a new file", self._path)
+        logging.warning("%s was renamed or replaced: rows go on under this name", self._path)
+
+    def last_value(self, name):
+        """Return the last value of a column as a float; None if there is none."""
+        with open(self._path, newline="") as file:
+            values = [row[name] for row in csv.DictReader(file) if row.get(name)]
+        return float(values[-1]) if values else None
 
     def write(self, row):
         new = [key for key in row if key not in self._fields]

@@ -36,14 +36,18 @@ class BackgroundEvaluation:
     Args:
       flags: those of the run.
       step: at which the run starts, or is resumed.
+      last_step: of the last evaluation that the log has; None: it has none.
     """
 
-    def __init__(self, flags, step):
+    def __init__(self, flags, step, last_step=None):
         self._flags = flags
         self._folder = run_path(flags) / FOLDER
         self._process, self._last = None, {}  # metrics of one that had ended when all was closed
         edited_files()  # as they are now
         self._plan_next(step)
+        interval = flags.eval_interval or math.inf
+        if interval <= step and (last_step or 0) < step // interval * interval:
+            self._next_step = step  # one that was cut short, or whose row is lost
 
     def tick(self, learner):
         """Start an evaluation if one is due; return metrics of a finished one, else None for each.

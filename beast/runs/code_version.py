@@ -12,8 +12,12 @@ from beast.runs.atomic_files import replace_file
 
 
 def run_git(*arguments):
-    """Return git's output for this folder, as bytes; None if it is no repository."""
-    command = ["git", "-C", pathlib.Path(__file__).parent, "-c", "core.quotePath=true"]
+    """Return git's output for this folder, as bytes; None if it is no repository.
+
+    It takes no lock, which would stay, and stop all commits, if we were killed meanwhile.
+    """
+    command = ["git", "--no-optional-locks", "-C", pathlib.Path(__file__).parent]
+    command += ["-c", "core.quotePath=true"]
     try:
         return subprocess.run(
             [*command, *arguments], capture_output=True, timeout=10, check=True

@@ -52,8 +52,12 @@ class RunFolder:
         self._earlier_meta = None  # meta.json to restore if this start is refused
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - until the process ends
+            self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 - until the process ends
             lock_file(self._lock)
+            # Where the file system knows no locks, it shows who has taken the folder over.
+            self._owner = f"process {os.getpid()} of {platform.node()}, since {_now()}"
+            self._lock.truncate(0)
+            os.write(self._lock.fileno(), self._owner.encode())
             for path in (NEWEST, BEST, "meta.json", "logs.csv"):  # of a process that was killed
                 (self.path / f"{path}.tmp").unlink(missing_ok=True)
             if (self.path / "meta.json").exists():
@@ -61,8 +65,11 @@ class RunFolder:
             self._out = LogHandler(self.path / "out.log", LOG_FORMAT)
             self._write_meta()
         except BlockingIOError:
+            self._lock.seek(0)
+            owner = self._lock.read(200) or "an unknown one"
             raise FlagError(
-                f"another process is training in {self.path}; stop it or choose another --xpid"
+                f"another process is training in {self.path} ({owner}); stop it or choose another "
+                "--xpid. If its machine is gone, remove .lock there"
             ) from None
         except OSError as error:
             if self._out is not None:
@@ -77,6 +84,7 @@ class RunFolder:
         _link_latest(self.path)
         logging.getLogger().addHandler(self._out)
         self._csv = self._events = self._wandb = self.checkpoints = self.evaluations = None
+        self._follows_logs = True
 
     def start(self, learner):
         """Open logs.csv and the event file; drop rows beyond the learner's step."""
@@ -91,7 +99,8 @@ class RunFolder:
         if self._flags.wandb:
             self._start_wandb(step)
         self.checkpoints = Writer(self._flags, learner)
-        self.evaluations = BackgroundEvaluation(self._flags, step)
+        last = self._csv.last_value("eval_step") if self._flags.eval_interval else None
+        self.evaluations = BackgroundEvaluation(self._flags, step, last)
         self._earlier_meta = None
 
     def log(self, step, metrics, line):
@@ -119,7 +128,9 @@ class RunFolder:
             self._out.handle(record)
         self._meta |= {"end": _now(), "status": status}
         try:
-            if self._earlier_meta is None:
+            if self._other_owner():
+                pass
+            elif self._earlier_meta is None:
                 self._write_meta()
             else:  # what was refused has changed nothing
                 replace_file(self.path / "meta.json", self._earlier_meta)
@@ -138,9 +149,11 @@ class RunFolder:
         import wandb  # here, since few have it
 
         # By its id a resumed run goes on there, too. W&B's environment variables say the rest.
+        name = self._flags.xpid  # another one is that of the run of which this folder is a copy
         earlier = reversed(self._meta.get("earlier", []) if step > 0 else [])
+        earlier = [meta for meta in earlier if meta.get("flags", {}).get("xpid") == name]
         identifier = next((meta["wandb"] for meta in earlier if meta.get("wandb")), None)
-        arguments = {"id": identifier, "resume": "allow", "name": self._flags.xpid}
+        arguments = {"id": identifier, "resume": "allow", "name": name}
         try:
             self._wandb = wandb.init(dir=self.path, config=vars(self._flags), **arguments)
         except wandb.Error as error:
@@ -149,11 +162,21 @@ class RunFolder:
         self._write_meta()
 
     def _check_path(self):
-        """Raise FlagError if the folder is gone: what is written would be lost."""
+        """Raise FlagError if the folder is gone, or another process's: all would be lost."""
         try:
             os.stat(self.path)
-            if not (self.path / "logs.csv").exists():  # it was renamed
-                self._csv.begin_anew()
+            if other := self._other_owner():
+                raise FlagError(
+                    f"{self.path} was taken over by another process ({other}), which has resumed "
+                    "from the newest checkpoint: this one ends"
+                )
+            if self._follows_logs and not self._csv.is_current():
+                self._csv.reopen()
+                self._follows_logs = (
+                    self._csv.is_current()
+                )  # else no file can be told by its number
+            if self._follows_logs:
+                self._out.follow()
         except FileNotFoundError:
             raise FlagError(
                 f"{self.path} is gone: was the folder removed or moved? Resume a moved run with "
@@ -161,6 +184,12 @@ class RunFolder:
             ) from None
         except OSError:  # a file system that may come back
             pass
+
+    def _other_owner(self):
+        """Return who has taken over the folder; None if nobody has."""
+        with contextlib.suppress(OSError):
+            owner = (self.path / ".lock").read_text()
+            return owner if owner not in (self._owner, "") else None
 
     def _read_earlier(self):
         path = self.path / "meta.json"

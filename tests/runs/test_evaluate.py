@@ -393,7 +393,7 @@ time.sleep(600)
 class Training:
     """Evaluations of a training that others pretend to do."""
 
-    def __init__(self, tmp_path, monkeypatch, script, interval=100, step=0):
+    def __init__(self, tmp_path, monkeypatch, script, interval=100, step=0, last=None):
         path = tmp_path / "script.py"
         path.write_text(script)
         monkeypatch.setattr(sys.modules["__main__"], "__file__", str(path), raising=False)
@@ -403,7 +403,7 @@ class Training:
         self.learner = types.SimpleNamespace(
             lock=threading.Lock(), hold=contextlib.nullcontext, model=torch.nn.Linear(2, 2)
         )
-        self.evaluations = BackgroundEvaluation(monobeast.parser.parse_args(arguments), step)
+        self.evaluations = BackgroundEvaluation(monobeast.parser.parse_args(arguments), step, last)
 
     def __enter__(self):
         return self
@@ -468,9 +468,13 @@ def test_an_evaluation_that_has_ended_is_not_lost_at_the_end(tmp_path, monkeypat
         assert training.tick(110) == NOTHING
 
 
-@pytest.mark.parametrize(("step", "due"), [(0, 100), (99, 100), (100, 200), (250, 300)])
-def test_a_resumed_run_is_evaluated_on_the_same_grid(tmp_path, monkeypatch, step, due):
-    with Training(tmp_path, monkeypatch, ENDLESS, step=step) as training:
+@pytest.mark.parametrize(
+    ("step", "last", "due"),
+    [(0, None, 100), (99, None, 100), (100, 100, 200), (250, 203, 300),
+     (250, 104, 250), (250, None, 250)],  # whose evaluations were cut short
+)  # fmt: skip
+def test_a_resumed_run_is_evaluated_on_the_same_grid(tmp_path, monkeypatch, step, last, due):
+    with Training(tmp_path, monkeypatch, ENDLESS, step=step, last=last) as training:
         training.tick(due - 1)
         assert training.process is None
         training.tick(due)

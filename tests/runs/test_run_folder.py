@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -234,7 +235,41 @@ def test_a_log_that_was_renamed_goes_on_in_a_new_file(tmp_path, open_folder, cap
     (folder.path / "logs.csv").rename(folder.path / "logs.csv.old")
     folder.log(2, {"loss": 0.25}, "two")
     assert [(row["step"], row["loss"]) for row in read_rows(folder.path)] == [("2", "0.25")]
-    assert "logs.csv was renamed or removed: its rows go on in a new file" in caplog.text
+    assert "logs.csv was renamed or replaced: rows go on under this name" in caplog.text
+
+
+def test_logs_that_an_editor_or_a_rotation_replaces_go_on(tmp_path, open_folder, caplog):
+    caplog.set_level(logging.INFO)
+    folder = open_folder(parse(tmp_path))
+    folder.log(1, {"loss": 0.5}, "one")
+    for name in ("logs.csv", "out.log"):
+        shutil.copy(folder.path / name, tmp_path / name)
+        os.replace(tmp_path / name, folder.path / name)
+    for step in (2, 3):
+        folder.log(step, {"loss": 0.25}, f"line {step}")
+    assert [(r["_tick"], r["step"]) for r in read_rows(folder.path)] == [
+        ("0", "1"), ("1", "2"), ("2", "3")
+    ]  # fmt: skip
+    text = (folder.path / "out.log").read_text()
+    assert text.count("one") == text.count("line 3") == 1
+
+
+def test_a_run_whose_folder_another_has_taken_over_ends(tmp_path, open_folder, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    first = open_folder(parse(tmp_path))
+    first.log(1, {}, "one")
+    monkeypatch.setattr("platform.node", lambda: "elsewhere")
+    second = open_folder(parse(tmp_path))
+    second.log(1, {}, "two")
+    with pytest.raises(FlagError, match="taken over by another process .* of elsewhere, since"):
+        first.log(2, {}, "three")
+    first.close("ended")
+    assert read_meta(tmp_path / "run")["status"] == "running"
+    second.log(3, {}, "four")
+    assert [row["step"] for row in read_rows(tmp_path / "run")] == ["1", "3"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
