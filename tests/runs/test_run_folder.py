@@ -286,7 +286,10 @@ def test_wandb_gets_the_same_metrics_and_resumes(tmp_path, open_folder, monkeypa
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     flags, ids = parse(tmp_path, "--xpid run --wandb"), []
-    for step in (0, 100, 0):  # new, resumed, begun again
+    for name, step in (("run", 0), ("run", 100), ("run", 0), ("copy", 100)):
+        if name == "copy":
+            shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)
+            flags = parse(tmp_path, "--xpid copy --wandb")
         folder = open_folder(flags, step)
         folder.log(step + 100, {"total_loss": 0.5, "mean_game_return": None}, "")
         folder.log(step + 200, {"total_loss": 0.25, "mean_game_return": None}, "")
@@ -296,5 +299,5 @@ def test_wandb_gets_the_same_metrics_and_resumes(tmp_path, open_folder, monkeypa
         ids.append(folder._wandb.id)
         folder.close("ended")
         RunFolder(flags).close("")  # a start that is refused
-    assert ids[0] == ids[1] != ids[2]
+    assert ids[0] == ids[1] and len({*ids}) == 3  # new, resumed, begun again; a copy
     assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) >= 2
