@@ -551,8 +551,7 @@ def learn_from_replay(flags, learner, target_model, batches, feed, run):
             metrics, failed, sample = learn(
                 flags, learner.model, target_model, feed, learner.optimizer, num_updates, beta
             )
-            if num_updates or flags.deterministic:  # its actors wait for each version
-                learner.publish()
+            learner.publish()
             if failed:
                 if metrics:  # those before it are none in a row with it
                     run.record(metrics | {"steps": 0})

@@ -58,7 +58,7 @@ def create_parser(program, description, without=(), env="PongNoFrameskip-v4"):
         help="gym: create_env, one by one; ale_vector: ale-py's AtariVectorEnv, in training; "
         "envpool: EnvPool's ids (docs/environment.md).")
     add(run, "xpid", type=folder_name, metavar="NAME", help="Name of the run, which is resumed if "
-        "it has a checkpoint. Default: PROGRAM-TIMESTAMP; with --mode test, the latest run.")
+        "it has a checkpoint. Default: program, time, a number; with --mode test, the latest run.")
     add(run, "savedir", default="~/logs/torchbeast", metavar="DIR", help="Folder of all runs.")
     add(run, "seed", type=non_negative(int), help="Seed of environments, initial weights and "
         "action sampling. Default: random (in meta.json).")
@@ -147,7 +147,7 @@ def _fill_in(parser, argv, flags):
     if flags.xpid is None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         name = flags.program.removesuffix(".py")
-        name = f"{name}-{now}-{os.urandom(2).hex()}"  # 40 jobs may start in one second
+        name = f"{name}-{now}-{os.urandom(4).hex()}"  # 40 jobs may start in one second
         flags.xpid = name if flags.mode == "train" else "latest"
     elif flags.mode == "train" and not os.path.lexists(run_path(flags)):
         name, names = re.sub(r"\d", "", flags.xpid), _list_runs(flags, NEWEST)

@@ -199,11 +199,10 @@ def write_card(folder, target):
     for meta in [*run.meta.get("earlier", []), run.meta]:
         number = meta.get("flags", {}).get("num_learners", 1)
         start = "python" if number == 1 else f"torchrun --standalone --nproc-per-node {number}"
+        if diff := meta.get("git", {}).get("diff"):
+            lines.append(f"git apply {diff}    # what was not committed then")
         lines.append(f"{start} {shlex.join(meta['command'])}")
     lines = "\n".join(lines)
-    changes = "".join(
-        f"What was not committed: `git apply {path.name}`.\n\n" for path in folder.glob(CHANGES)
-    )
     (folder / CARD).write_text(f"""\
 ---
 tags: [reinforcement-learning, {pathlib.Path(flags["program"]).stem}]
@@ -218,7 +217,7 @@ after {score["step"]:,} agent steps, by commit {", ".join(run.commits) or "unkno
 {lines}
 ```
 
-{changes}![Learning curve]({PICTURE})
+![Learning curve]({PICTURE})
 
 ```bash
 python -m beast.hub pull {shlex.quote(target)} ~/logs/torchbeast/{name}

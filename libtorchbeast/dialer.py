@@ -94,8 +94,8 @@ class Dialer:
         """Dial until `stop`. Calls `started`, if given, with the address that first accepts us.
 
         Raises:
-          RuntimeError: all learners refuse us for good before any has accepted us; a stream is
-            lost, and we are not to reconnect; or `give_up` was called.
+          RuntimeError: all learners (one that is gone does not) refuse us for good before any has
+            accepted us; a stream is lost, and we are not to reconnect; or `give_up` was called.
         """
         num_failures, num_tries, has_played, refusing = 0, 0, False, set()
         while not self._is_stopped:

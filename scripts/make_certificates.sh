@@ -37,12 +37,16 @@ new_key() {
   openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out "$1"
 }
 
-if [ ! -e ca.key ] || [ ! -e ca.pem ]; then
-  new_key ca.key
-  openssl req -x509 -new -key ca.key -days 3650 -subj "/CN=PolyBeast authority" -out ca.pem
+trap 'rm -f extensions request messages ./*.new' EXIT
+if [ ! -s ca.key ]; then
+  new_key ca.key.new
+  mv ca.key.new ca.key
+fi
+if [ ! -s ca.pem ]; then  # of this key: what it has signed stays valid
+  openssl req -x509 -new -key ca.key -days 3650 -subj "/CN=PolyBeast authority" -out ca.pem.new
+  mv ca.pem.new ca.pem
 fi
 
-trap 'rm -f extensions request messages ./*.new' EXIT
 # A server's certificate is no learner's, nor the other way round.
 for who in server learner; do
   case $who in

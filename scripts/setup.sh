@@ -13,8 +13,7 @@ cd "$(dirname "$0")/.."
 # Another make may be setting up the same .venv. This script is as good a file to lock as another.
 if [ -w scripts/setup.sh ] && command -v flock >/dev/null; then
   exec 9>>scripts/setup.sh
-  flock --nonblock 9 || echo 'Waiting for another make, which sets up .venv.'
-  flock 9 || true
+  flock --nonblock 9 || { echo 'Waiting for another make, which sets up .venv.'; flock 9; } || true
 fi
 
 fail() {

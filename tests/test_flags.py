@@ -314,7 +314,7 @@ def test_a_test_of_a_run_that_is_not_there_lists_those_that_are(tmp_path):
 
 def test_runs_have_a_default_name_and_a_test_takes_the_latest(tmp_path):
     flags = parse_flags(polybeast.parser, ["--savedir", str(tmp_path)])
-    assert re.match(r"polybeast-2\d{7}-\d{6}-[0-9a-f]{4}$", flags.xpid)
+    assert re.match(r"polybeast-2\d{7}-\d{6}-[0-9a-f]{8}$", flags.xpid)
     for arguments in ("--mode test", "--xpid latest"):
         with pytest.raises(FlagError, match="there is no .*latest: check --savedir, or give"):
             parse(tmp_path, arguments)

@@ -3,6 +3,7 @@
 
 import contextlib
 import csv
+import errno
 import io
 import itertools
 import logging
@@ -92,7 +93,9 @@ class GrowingFile:
         """Return whether the path is still this file, and not another one, or none."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
             return False
 
     def close(self):

@@ -8,8 +8,6 @@ import pathlib
 import subprocess
 import sys
 
-from beast.runs.atomic_files import replace_file
-
 
 def run_git(*arguments):
     """Return git's output for this folder, as bytes; None if it is no repository.
@@ -64,7 +62,7 @@ def describe_code():
         root = pathlib.Path(__file__).parents[2]
         folders = "*.py", "beast/**/*.py", "libtorchbeast/**/*.py"
         files = sorted(file for pattern in folders for file in root.glob(pattern))
-        return f"no git, code {_hash(b''.join(file.read_bytes() for file in files))}"
+        return f"no git, all .py files {_hash(b''.join(file.read_bytes() for file in files))}"
     return f"{_read_text('rev-parse', 'HEAD')} with changes {_hash(_read_diff())}"
 
 
@@ -84,6 +82,8 @@ def write_diff(folder):
     Raises:
       OSError: it cannot be written.
     """
+    from beast.runs.atomic_files import replace_file  # here, since that is torch's, but plots not
+
     if diff := _read_diff():
         replace_file(folder / _name_diff(diff), diff)
 

@@ -16,6 +16,7 @@ is ever torn, and a full disk ends no run: the log says what is missing (atomic_
 whose folder is gone ends.
 """
 
+import argparse
 import contextlib
 import datetime
 import importlib.metadata
@@ -36,6 +37,8 @@ from beast.runs.checkpoint import BEST, NEWEST, run_path
 from beast.runs.checkpoint_writer import Writer
 from beast.runs.code_version import describe_git, write_diff
 
+MOST_REOPENED = 20  # times that a log is found replaced
+
 
 class RunFolder:
     """The folder of a training run, locked against a second process, and its status line.
@@ -48,16 +51,12 @@ class RunFolder:
         self.path = run_path(flags)
         self._flags = flags
         self._meta = _describe_run(flags)
-        self._lock = self._out = None
+        self._lock = self._out = self._owner = None
         self._earlier_meta = None  # meta.json to restore if this start is refused
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 - until the process ends
             lock_file(self._lock)
-            # Where the file system knows no locks, it shows who has taken the folder over.
-            self._owner = f"process {os.getpid()} of {platform.node()}, since {_now()}"
-            self._lock.truncate(0)
-            os.write(self._lock.fileno(), self._owner.encode())
             for path in (NEWEST, BEST, "meta.json", "logs.csv"):  # of a process that was killed
                 (self.path / f"{path}.tmp").unlink(missing_ok=True)
             if (self.path / "meta.json").exists():
@@ -84,12 +83,16 @@ class RunFolder:
         _link_latest(self.path)
         logging.getLogger().addHandler(self._out)
         self._csv = self._events = self._wandb = self.checkpoints = self.evaluations = None
-        self._follows_logs = True
+        self._num_reopened = 0
 
     def start(self, learner):
         """Open logs.csv and the event file; drop rows beyond the learner's step."""
         step = learner.step
         try:
+            # Where the file system knows no locks, it shows who has taken the folder over.
+            self._owner = f"process {os.getpid()} of {platform.node()}, since {_now()}"
+            self._lock.truncate(0)
+            os.write(self._lock.fileno(), self._owner.encode())
             self._csv = CSVFile(self.path / "logs.csv", step)
             self._events = EventFile(self.path, step)
             self._meta["device"] = str(learner.device)
@@ -149,11 +152,10 @@ class RunFolder:
         import wandb  # here, since few have it
 
         # By its id a resumed run goes on there, too. W&B's environment variables say the rest.
-        name = self._flags.xpid  # another one is that of the run of which this folder is a copy
         earlier = reversed(self._meta.get("earlier", []) if step > 0 else [])
-        earlier = [meta for meta in earlier if meta.get("flags", {}).get("xpid") == name]
-        identifier = next((meta["wandb"] for meta in earlier if meta.get("wandb")), None)
-        arguments = {"id": identifier, "resume": "allow", "name": name}
+        earlier = [meta for meta in earlier if meta.get("wandb") and not self._is_copy_of(meta)]
+        identifier = earlier[0]["wandb"] if earlier else None
+        arguments = {"id": identifier, "resume": "allow", "name": self._flags.xpid}
         try:
             self._wandb = wandb.init(dir=self.path, config=vars(self._flags), **arguments)
         except wandb.Error as error:
@@ -170,12 +172,11 @@ class RunFolder:
                     f"{self.path} was taken over by another process ({other}), which has resumed "
                     "from the newest checkpoint: this one ends"
                 )
-            if self._follows_logs and not self._csv.is_current():
+            # Some file systems give a file another number from time to time: then do without.
+            if self._num_reopened < MOST_REOPENED and not self._csv.is_current():
+                self._num_reopened += 1
                 self._csv.reopen()
-                self._follows_logs = (
-                    self._csv.is_current()
-                )  # else no file can be told by its number
-            if self._follows_logs:
+            if self._num_reopened < MOST_REOPENED:
                 self._out.follow()
         except FileNotFoundError:
             raise FlagError(
@@ -185,11 +186,17 @@ class RunFolder:
         except OSError:  # a file system that may come back
             pass
 
+    def _is_copy_of(self, meta):
+        """Return whether the folder of an earlier start is there, and another one than this."""
+        with contextlib.suppress(OSError, LookupError, TypeError):
+            return not os.path.samefile(run_path(argparse.Namespace(**meta["flags"])), self.path)
+        return False
+
     def _other_owner(self):
-        """Return who has taken over the folder; None if nobody has."""
+        """Return who has taken over the folder since it was ours; None if nobody has."""
         with contextlib.suppress(OSError):
             owner = (self.path / ".lock").read_text()
-            return owner if owner not in (self._owner, "") else None
+            return owner if self._owner and owner not in (self._owner, "") else None
 
     def _read_earlier(self):
         path = self.path / "meta.json"

@@ -46,11 +46,15 @@ def connect(flags, script, check_actions, group):
 
     Raises:
       EnvError: the address of --listen is not free.
-      FlagError: servers play another game than the one given, or have other actions.
+      FlagError: servers play another game than the one given, or have other actions; or a token
+        or certificate cannot be used.
     """
     with contextlib.ExitStack() as stack:
         is_reachable = flags.server_addresses or flags.listen
-        keys = credentials.load(flags) if is_reachable else {}
+        try:
+            keys = credentials.load(flags) if is_reachable else {}
+        except ValueError as error:
+            raise FlagError(error) from None
         listening = stack.enter_context(listen(flags, keys, group)) if flags.listen else None
         addresses, local = [], None
         if flags.server_addresses:
@@ -160,10 +164,9 @@ def _check_flags(flags):
             f"--server_addresses ({flags.server_addresses}) names servers that run already, "
             f"--pipes_basename ({flags.pipes_basename}) where to start some: give only one"
         )
-    if flags.server_addresses or flags.listen:
-        credentials.load(flags)
     if flags.server_addresses:
         num_addresses = len(own_addresses(flags))
+        credentials.load(flags)
     elif starts_servers(flags):
         num_addresses = len(local_addresses(flags, "/a/temporary/folder"))
     else:

@@ -262,6 +262,8 @@ def test_a_run_whose_folder_another_has_taken_over_ends(tmp_path, open_folder, m
     first = open_folder(parse(tmp_path))
     first.log(1, {}, "one")
     monkeypatch.setattr("platform.node", lambda: "elsewhere")
+    RunFolder(parse(tmp_path)).close("")  # a start that is refused
+    first.log(1, {}, "one")
     second = open_folder(parse(tmp_path))
     second.log(1, {}, "two")
     with pytest.raises(FlagError, match="taken over by another process .* of elsewhere, since"):

@@ -58,6 +58,18 @@ def test_certificates_stay_where_no_new_ones_can_be_made(folders):
     assert before == {path: path.read_bytes() for path in (folders / "own").iterdir()}
 
 
+def test_an_authoritys_certificate_is_made_again_of_its_key(folders, tmp_path):
+    folder = shutil.copytree(folders / "own", tmp_path / "own")
+    signed = (folder / "server.pem").read_bytes()
+    (folder / "ca.pem").write_bytes(b"")  # what an interrupted call left
+    command = ["sh", ROOT / "scripts" / "make_certificates.sh", folder, "localhost"]
+    subprocess.run(command, check=True, capture_output=True)
+    (folder / "before.pem").write_bytes(signed)
+    for name in ("before.pem", "server.pem"):
+        command = ["openssl", "verify", "-CAfile", folder / "ca.pem", folder / name]
+        subprocess.run(command, check=True, capture_output=True)
+
+
 def as_flags(folders, certificate=None, ca=None, token_file=None):
     """Return flags: `certificate` like "own/server", `ca` a folder, by default that of it."""
     names = (certificate and f"{certificate}.pem", certificate and f"{certificate}.key")
