@@ -199,9 +199,9 @@ def write_card(folder, target):
     for meta in [*run.meta.get("earlier", []), run.meta]:
         number = meta.get("flags", {}).get("num_learners", 1)
         start = "python" if number == 1 else f"torchrun --standalone --nproc-per-node {number}"
-        if diff := meta.get("git", {}).get("diff"):
-            lines.append(f"git apply {diff}    # what was not committed then")
-        lines.append(f"{start} {shlex.join(meta['command'])}")
+        diff = meta.get("git", {}).get("diff")
+        changes = f"    # with {diff}" if diff else ""
+        lines.append(f"{start} {shlex.join(meta['command'])}{changes}")
     lines = "\n".join(lines)
     (folder / CARD).write_text(f"""\
 ---
