@@ -84,6 +84,7 @@ def make_atari(
     if sticky_actions is not None:
         atari_games.check_sticky_actions(sticky_actions)
     spec = atari_games.find_spec(env_id)
+    full_action_space = full_action_space or spec.kwargs.get("full_action_space", False)
     options = {"full_action_space": full_action_space, "render_mode": render_mode}
     if sticky_actions is not None:
         options["repeat_action_probability"] = sticky_actions

@@ -52,8 +52,8 @@ from beast.learners.learner import Learner
 from beast.learners.replay import Replay
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
-from beast.processes import fork_server, machine
-from beast.runs import diagnostics, evaluate, randomness
+from beast.processes import fork_server, machine, randomness
+from beast.runs import diagnostics, evaluate
 from beast.runs.run import Run
 
 # The defaults of flags: Rainbow's, with fewer and smaller batches than rlpyt's for two cores; and

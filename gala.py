@@ -25,6 +25,7 @@ last row of the rollout before it. libtorchbeast/rows.py says what a row holds.
 import argparse
 import contextlib
 import functools
+import logging
 import warnings
 
 import torch
@@ -46,9 +47,10 @@ from beast.learners import devices, nets
 from beast.learners.learner import Learner, create_state, raise_squares
 from beast.nest import leaves_of, map_nest
 from beast.parser import fraction, non_negative, positive
+from beast.processes import randomness
 from beast.processes.fork_server import start_fork_server
 from beast.processes.machine import count_cores, keep_freed_memory
-from beast.runs import diagnostics, evaluate, randomness
+from beast.runs import diagnostics, evaluate
 from beast.runs.run import Run
 from libtorchbeast.rows import draw_seeds
 
@@ -218,6 +220,7 @@ def compute_loss(flags, model, batch, initial_agent_state):
 
 
 def create_optimizer(flags, model):
+    """Return the optimizer of a Net, and of the Population, whose `agents` are Nets."""
     optimizer = torch.optim.RMSprop(
         model.parameters(), lr=flags.learning_rate, eps=flags.epsilon, alpha=flags.alpha
     )
@@ -398,6 +401,8 @@ def train(flags):
     make_net = functools.partial(Net, spaces[0], sample.num_actions, **net_arguments(flags))
     devices.choose_precision(flags, net, [devices.get_device(flags)])
     population = Population(net, flags.num_agents)
+    if flags.compile:
+        logging.info("Each agent compiles compute_loss, for a minute or more")
     optimizer = create_optimizer(flags, population)
     learner = Learner(population, optimizer, lambda step: 1.0, Version())
     learner.device = devices.get_device(flags)  # of the agents; the population is on the CPU

@@ -43,8 +43,8 @@ from beast.learners import devices, learner_group, nets, rollout_replay
 from beast.learners.learner import Learner
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
-from beast.processes import machine
-from beast.runs import diagnostics, evaluate, randomness
+from beast.processes import machine, randomness
+from beast.runs import diagnostics, evaluate
 from beast.runs.run import Run
 from beast.servers import servers
 from beast.servers.streams import Streams, read_batches
@@ -319,6 +319,8 @@ def learn(flags, model, batch, initial_agent_state, optimizer, group=learner_gro
         total_loss, metrics = compute_loss(flags, model, batch, initial_agent_state)
         total_loss.backward()
     metrics = group.sum(model, metrics)
+    if not metrics:  # no learner has a batch
+        return metrics
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
     metrics["grad_norm"] = grad_norm
     metrics["clipped_updates"] = grad_norm > flags.grad_norm_clipping

@@ -45,8 +45,9 @@ from beast.learners.learner import Learner
 from beast.learners.normalizer import Normalizer, RewardScaler
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
+from beast.processes import randomness
 from beast.processes.machine import count_cores
-from beast.runs import diagnostics, evaluate, randomness
+from beast.runs import diagnostics, evaluate
 from beast.runs.run import Run
 from libtorchbeast.rows import draw_seeds
 

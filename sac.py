@@ -44,9 +44,9 @@ from beast.learners import devices, nets, replay_feed
 from beast.learners.learner import Learner
 from beast.learners.replay import Replay
 from beast.nest import map_nest
-from beast.parser import fraction, non_negative, positive
-from beast.processes import machine
-from beast.runs import diagnostics, evaluate, randomness
+from beast.parser import finite, fraction, non_negative, positive
+from beast.processes import machine, randomness
+from beast.runs import diagnostics, evaluate
 from beast.runs.run import Run
 from libtorchbeast.rows import draw_seeds
 
@@ -100,7 +100,7 @@ loss.add_argument("--discounting", default=0.99, type=fraction,
                   help="Discount factor of a step (gamma).")
 loss.add_argument("--target_rate", default=0.005, type=fraction,
                   help="Polyak averaging rate of the target nets (tau).")
-loss.add_argument("--target_entropy", type=float, help="Target entropy of SAC's learned "
+loss.add_argument("--target_entropy", type=finite, help="Target entropy of SAC's learned "
                   "temperature, in nats. Default: minus the action dimension.")
 loss.add_argument("--exploration_noise", default=0.1, type=non_negative(float),
                   help="Standard deviation of the noise on actions of td3 and ddpg.")

@@ -3,6 +3,7 @@
 
 import argparse
 import difflib
+import math
 
 # What others call our flags, without dashes.
 ALIASES = {
@@ -129,12 +130,17 @@ def non_negative(kind):
     return _checked(kind, lambda value: 0 <= value < float("inf"), "must not be negative")
 
 
+def finite(text):
+    """A type: a float that is a number."""
+    return _checked(float, math.isfinite, "must be finite")(text)
+
+
 def fraction(text):
     """A type: a float from 0 to 1."""
     return _checked(float, lambda value: 0 <= value <= 1, "must be from 0 to 1")(text)
 
 
-fraction.kind = float  # an attribute of the types that _checked makes, too
+finite.kind = fraction.kind = float  # an attribute of the types that _checked makes, too
 
 
 def folder_name(text):

@@ -364,6 +364,8 @@ def test_actions_are_integers_in_range_after_a_reset():
 
 PLAIN = {"entry_point": "ale_py.env:AtariEnv", "kwargs": {"game": "pong"}}
 gym.register("Limited-v0", **PLAIN, max_episode_steps=9)
+gym.register("Ram-v0", "ale_py.env:AtariEnv", kwargs={"game": "pong", "obs_type": "ram"})
+gym.register("All-v0", "ale_py.env:AtariEnv", kwargs={"game": "pong", "full_action_space": True})
 gym.register(
     "Wrapped-v0", **PLAIN, additional_wrappers=(gym.wrappers.RescaleObservation.wrapper_spec(),)
 )
@@ -379,7 +381,8 @@ gym.register(
      ("NoSuchNamespace/Pong-v5", "NoSuchNamespace"),
      ("not an id", "PongNoFrameskip-v4"),
      ("Limited-v0", "registered with max_episode_steps.*max_num_frames_per_episode"),
-     ("Wrapped-v0", "registered with additional_wrappers.*create_env")],
+     ("Wrapped-v0", "registered with additional_wrappers.*create_env"),
+     ("Ram-v0", "registered with continuous actions, sound or RAM.*create_env")],
 )  # fmt: skip
 def test_a_wrong_id_is_refused_and_the_message_helps(env_id, words):
     flags = parse("--env", env_id)
@@ -387,6 +390,11 @@ def test_a_wrong_id_is_refused_and_the_message_helps(env_id, words):
         create_atari(flags)
     with pytest.raises((ValueError, EnvError), match=words):
         AtariEnvironments(flags, 1, 0)
+
+
+def test_an_id_may_have_all_actions():
+    flags = parse("--env", "All-v0")
+    assert create_atari(flags).action_space.n == AtariEnvironments(flags, 1, 0).num_actions == 18
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from table import Table, make_rows
 import gala
 from beast.errors import EnvError, FlagError
 from beast.gossip.agents import AgentLink, Agents
-from beast.gossip.population import AgentMemory, Mailboxes, Population
+from beast.gossip.population import AgentMemory, Mailboxes, Population, state_of
 from beast.learners.learner import Batch
 from beast.learners.nets import create_net
 from beast.processes.fork_server import end_process, start_process
@@ -264,6 +264,14 @@ def test_parameters_without_a_gradient_stay_as_they_are(sums, exchange):
     parts = gradient.split([x.numel() for x in model.parameters()])
     norms = {name: x.norm() for (name, _), x in zip(model.named_parameters(), parts, strict=True)}
     assert norms["more"] == norms["policy.bias"] == 0 < norms["policy.weight"]
+
+
+def test_a_checkpoint_is_written_of_an_optimizer_of_a_part():
+    model, flags = Table(), parse("")
+    learned = types.SimpleNamespace(parameters=model.policy.parameters)
+    optimizer = gala.create_optimizer(flags, learned)
+    state_of(model, optimizer)
+    optimizer.state_dict()  # KeyError, if it had entries of parameters that it does not know
 
 
 @pytest.mark.parametrize("exchange", ["gossip", "allreduce"])

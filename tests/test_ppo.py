@@ -506,7 +506,7 @@ def test_metrics_of_a_rollout_of_one_row_are_finite(column, steps, penalty, cont
     ("arguments", "message"),
     [
         ("--num_envs 6 --num_groups 4", "--num_envs is 6, which --num_groups 4 does not divide"),
-        ("--num_envs 4 --num_env_processes 5", "is 5, but a group has 4 environments"),
+        ("--num_envs 4 --num_env_processes 5", "is 5, but there are 4 environments"),
         ("--num_envs 2 --unroll_length 3 --num_minibatches 7", "is 7, but a rollout has 6 steps"),
         ("--use_gru --num_envs 4 --num_minibatches 5", "a rollout has 4 environments, which"),
         ("--kl_target 0.02", "--kl_target 0.02 is for --penalty kl, but this is clip"),

@@ -166,7 +166,7 @@ def _make(flags, num_envs, num_threads):
         num_threads=num_threads,
         max_num_frames_per_episode=NO_LIMIT,
         repeat_action_probability=sticky_actions,
-        full_action_space=flags.full_action_space,
+        full_action_space=flags.full_action_space or spec.kwargs.get("full_action_space", False),
         autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP,
         img_height=flags.frame_size or height,
         img_width=flags.frame_size or width,

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The games of ale-py by their ids in Gymnasium; atari_wrappers.py preprocesses them."""
 
+import contextlib
 import difflib
+import importlib
 
 import gymnasium as gym
 
@@ -13,22 +15,31 @@ OTHERS = "give others without --env_backend ale_vector"
 def is_game(env_id):
     """Return whether an id of Gymnasium is a game of ale-py, which others do not need."""
     try:
-        _register()
+        name = _register(env_id)
     except ModuleNotFoundError:
         if env_id.startswith("ALE/") or "NoFrameskip" in env_id:
             raise FlagError(f"{env_id} needs a package: pip install ale-py") from None
         return False
-    return is_spec_of_game(gym.registry.get(env_id))  # "module:Name-v0" registers later
+    return is_spec_of_game(gym.registry.get(name))
 
 
 def is_spec_of_game(spec):
-    return spec is not None and "AtariEnv" in str(spec.entry_point)
+    """Return whether it is of ale-py's own class: our frame skip calls no other one's `step`."""
+    return spec is not None and str(spec.entry_point) in (
+        "ale_py.env:AtariEnv", "ale_py:AtariEnv", "<class 'ale_py.env.AtariEnv'>"
+    )  # fmt: skip
 
 
-def _register():
+def _register(env_id):
+    """Register all games, and what the module of "module:ID" does; return the ID alone."""
     import ale_py  # registered here, since spawned processes start without the games
 
     gym.register_envs(ale_py)
+    module, _, name = env_id.rpartition(":")
+    if module:
+        with contextlib.suppress(ImportError):  # gym.make will raise it
+            importlib.import_module(module)
+    return name
 
 
 def find_spec(env_id):
@@ -38,12 +49,12 @@ def find_spec(env_id):
       FlagError: it is not, or its registration is not supported; the message says what
         to do instead.
     """
-    _register()
+    name = _register(env_id)
     try:
-        spec = gym.spec(env_id)
+        spec = gym.spec(name)
     except gym.error.Error as error:
         games = {i.lower(): i for i, s in gym.registry.items() if is_spec_of_game(s)}
-        near = [games[i] for i in difflib.get_close_matches(env_id.lower(), games)]
+        near = [games[i] for i in difflib.get_close_matches(name.lower(), games)]
         raise FlagError(
             f"there is no environment {env_id!r} ({error}); "
             + (f"is it {' or '.join(near)}? Else " if near else "")
@@ -64,6 +75,12 @@ def find_spec(env_id):
         raise FlagError(
             f"{env_id} is registered with additional_wrappers, which would see no step here: edit "
             "create_env to add them (docs/environment.md)"
+        )
+    kwargs = spec.kwargs
+    if kwargs.get("continuous") or kwargs.get("sound_obs") or kwargs.get("obs_type") == "ram":
+        raise FlagError(
+            f"{env_id} is registered with continuous actions, sound or RAM, but here a game has "
+            "discrete actions and images: edit create_env to make it another way"
         )
     return spec
 

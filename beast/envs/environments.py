@@ -281,6 +281,12 @@ class Environments:
 
     def _check_spaces(self):
         first = self.envs[0]
+        cores = [getattr(env, "unwrapped", env) for env in self.envs]
+        if len({id(core) for core in cores}) < self.num_envs:
+            raise EnvError(
+                f"{self.name}: create_env returned the same environment twice: make a new one in "
+                "each call, or give flags by which a process steps one alone"
+            )
         for i, env in enumerate(self.envs):
             for what in ("observation_space", "action_space"):
                 if not hasattr(env, what):

@@ -22,6 +22,7 @@ from beast.errors import EnvError, FlagError
 from beast.nest import leaves_of, map_nest
 from beast.processes.fork_server import child_main, start_fork_server
 from beast.processes.machine import check_shared_memory, count_cores
+from beast.processes.randomness import seed_generators
 from beast.processes.supervisor import Supervisor
 from beast.processes.watchdog import PATIENCE
 
@@ -191,6 +192,7 @@ class ParallelEnvironments:
 
 def step_environments(pipe, create_env, seeds, name, row, actions):
     """Step environments whenever the main process asks for a row: what such a process does."""
+    seed_generators(seeds)  # else each process would begin with those of the one it is forked from
     environments = Environments(create_env, len(seeds), 0, name)
     with contextlib.closing(environments):
         environments.seeds = seeds
@@ -217,8 +219,8 @@ def check_groups(flags):
         flags.chosen = [*flags.chosen, "num_env_processes"]
     if flags.num_env_processes > n:
         raise FlagError(
-            f"--num_env_processes is {flags.num_env_processes}, but a group has {n} environments "
-            f"(--num_envs {flags.num_envs} / --num_groups {flags.num_groups}): give at most {n}"
+            f"--num_env_processes is {flags.num_env_processes}, but there are {n} environments "
+            f"(in each group, if there are several): give at most {n}"
         )
 
 

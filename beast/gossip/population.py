@@ -99,7 +99,7 @@ class Mailboxes:
 
 def state_of(net, optimizer):
     """Return all tensors that learning changes: of a net and of its optimizer state."""
-    of_optimizer = [x for p in net.parameters() for x in optimizer.state[p].values()]
+    of_optimizer = [x for p in net.parameters() for x in optimizer.state.get(p, {}).values()]
     return [*net.state_dict().values(), *filter(torch.is_tensor, of_optimizer)]
 
 

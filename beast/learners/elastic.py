@@ -34,9 +34,9 @@ from beast.learners import learner_group
 from beast.learners.exchange import Exchange, refuse_difference
 from beast.learners.learner_group import Alone, Starvation
 from beast.learners.torchrun import check_flags
+from beast.processes.randomness import seed_generators
 from beast.runs.checkpoint import NOT_RESUMED
 from beast.runs.code_version import describe_code
-from beast.runs.randomness import seed_generators
 
 INSTALL = "pip install torchft==0.2.0"
 # Seconds after which the others go on without a learner that is lost, or that hangs between sums.
@@ -227,7 +227,7 @@ class ElasticGroup:
                 for parameter in model.parameters():
                     parameter.grad = None
                 self.exchange.num_batches = 0
-                return {"steps": 0}
+                return {}
         raise EnvError(
             f"{most} exchanges with other learners in a row have failed: can the machines "
             "reach each other by their host names, on all ports?"

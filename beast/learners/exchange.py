@@ -104,8 +104,8 @@ class Exchange:
     def unpack(self, model, total, num_rows):
         """Write summed gradients into the model, store the rest here, and return the metrics.
 
-        Of the metrics, `moments` is not summed but gathered: [rows, moments]. Returns that were
-        packed count as sent.
+        Of the metrics, `moments` is not summed but gathered: [rows, moments]. There are none where
+        no learner has a batch. Returns that were packed count as sent.
         """
         parameters = list(model.parameters())
         sizes = [p.numel() for p in parameters]
@@ -132,6 +132,8 @@ class Exchange:
         for returns, begin in zip(self._shared_returns, (3, 5), strict=True):
             for count, total in table[:, begin : begin + 2].tolist():
                 returns += [total / count] * int(count) if count else []
+        if not self.num_batches:
+            return {}
         parts = table[:, HEADER_SIZE:].split(list(self.layout.values()), dim=1)
         return {
             name: part if name == "moments" else part.sum()

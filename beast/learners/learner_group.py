@@ -169,7 +169,7 @@ class LearnerGroup:
             `moments`, a tensor [moments], is gathered instead.
 
         Returns:
-          Metrics of all batches; empty where no learner has had one yet.
+          Metrics of all batches; empty where no learner has one.
 
         Raises:
           EnvError: another learner has gone, or is silent.

@@ -59,7 +59,7 @@ class RolloutReplay:
                 f"batch of {flags.batch_size} new ones, but --replay_rollouts is {self._capacity}: "
                 "give at least as many"
             )
-        self._random = torch.Generator().manual_seed(flags.seed + flags.rank)
+        self._random = torch.Generator().manual_seed((flags.seed + flags.rank) % 2**63)
         self._stored, self._num_stored = None, 0  # a nest of tensors [capacity, ...]
 
     def mix(self, batch):

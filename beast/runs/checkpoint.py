@@ -17,7 +17,7 @@ import torch
 
 from beast.errors import FlagError
 from beast.nest import map_nest
-from beast.runs.randomness import random_states, restore_random_states
+from beast.processes.randomness import random_states, restore_random_states
 
 # Flags of one call, which a checkpoint does not bring back.
 NOT_RESUMED = (

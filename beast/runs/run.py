@@ -179,11 +179,6 @@ class Run:
           ValueError: there is no metric `steps`, or one has the name of a column of ours.
           FloatingPointError: too many updates in a row were not finite; the batch has been saved.
         """
-        if "steps" not in update or not RESERVED.isdisjoint(update):
-            raise ValueError(
-                "the metrics of an update must have `steps`, the number of new transitions "
-                f"(not replayed), and none of {sorted(RESERVED)}, but have {sorted(update)}"
-            )
         returns = [], []
         if batch is not None:
             # Row 0 was counted when it was the last row of the rollout before.
@@ -197,6 +192,11 @@ class Run:
         if self._group.exchange.num_batches == 0:  # the exchange dropped the only batch
             self._group.exchange.add_returns(*returns)
             return
+        if "steps" not in update or not RESERVED.isdisjoint(update):
+            raise ValueError(
+                "the metrics of an update must have `steps`, the number of new transitions "
+                f"(not replayed), and none of {sorted(RESERVED)}, but have {sorted(update)}"
+            )
         self._learner.count(int(update["steps"]), *self._group.share_returns(*returns))
         if diagnostics.is_finite(update):
             self._learner.stats["skipped_in_a_row"] *= not is_update

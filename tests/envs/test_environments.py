@@ -401,6 +401,14 @@ def test_a_failing_reset_or_constructor_is_named():
         Environments(create, 1, 0)
 
 
+def test_one_environment_for_two_copies_is_refused():
+    env = Catch()
+    for wrap in (lambda: env, lambda: gym.wrappers.TimeLimit(env, 9)):
+        with pytest.raises(EnvError, match="returned the same environment twice: make a new one"):
+            Environments(wrap, 2, 1)
+        Environments(wrap, 1, 1)
+
+
 def test_refused_spaces_close_every_environment():
     with pytest.raises(EnvError, match="(?s)sample: the action space is .* only Discrete"):
         Environments(lambda: Acting(gym.spaces.Text(5)), 1, 0, "sample")

@@ -4,12 +4,13 @@
 import sys
 import types
 
+import ale_py
 import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
 
-from atari_wrappers import create_atari
+from atari_wrappers import create_atari, make_atari
 from beast.envs import gym_envs
 from beast.envs.environments import Environments, try_out
 from beast.envs.spaces import check_discrete
@@ -174,15 +175,33 @@ def test_what_cannot_be_rendered_or_is_a_game_is_told(monkeypatch):
         create_atari(flags)
 
 
-@pytest.mark.parametrize(
-    ("env_id", "known"),
-    [("PongNoFrameskip", "PongNoFrameskip-v4"), ("ale_py:ALE/Pong-v5", "ALE/Pong-v5")],
-)
-def test_a_game_by_another_name_is_not_played_unprocessed(env_id, known):
-    flags = types.SimpleNamespace(env=env_id, render_mode=None, observation_keys=None)
-    assert not gym_envs.is_game(env_id)
-    with pytest.raises(FlagError, match=f"is ale-py's {known}: give --env {known}"):
+def test_a_game_without_its_version_is_not_played_unprocessed():
+    name = "PongNoFrameskip"
+    flags = types.SimpleNamespace(env=name, render_mode=None, observation_keys=None)
+    assert not gym_envs.is_game(name)
+    with pytest.raises(FlagError, match=f"is ale-py's {name}-v4: give --env {name}-v4"):
         gym_envs.create(flags)
+
+
+def test_a_module_may_register_a_game(monkeypatch, tmp_path):
+    register = 'gym.register("Hard-v0", "ale_py.env:AtariEnv", kwargs={"game": "pong", "mode": 1})'
+    (tmp_path / "hard_games.py").write_text(f"import gymnasium as gym\n{register}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert gym_envs.is_game("hard_games:Hard-v0")
+    env = make_atari("hard_games:Hard-v0")
+    assert env.unwrapped.spec.kwargs["mode"] == 1
+    assert not gym_envs.is_game("no_such_module:Hard-v1")
+
+
+def test_a_subclass_of_a_game_is_an_environment_like_any_other(monkeypatch):
+    class Shaped(ale_py.AtariEnv):
+        """Has a `step` of its own."""
+
+    for entry_point, is_game in ((Shaped, False), (ale_py.AtariEnv, True)):
+        monkeypatch.setitem(
+            gym.registry, "A-v0", gym.envs.registration.EnvSpec("A-v0", entry_point)
+        )
+        assert gym_envs.is_game("A-v0") == is_game
 
 
 def test_only_games_of_atari_need_ale_py(monkeypatch):

@@ -47,6 +47,14 @@ class Raising(Catch):
         raise ValueError("no luck")
 
 
+class Global(Catch):
+    """Catch that draws its rewards from the generator of the process."""
+
+    def step(self, action):
+        observation, _, *ends = super().step(action)
+        return observation, np.random.random(), *ends
+
+
 class Nursery(Catch):
     """Catch with two processes of its own, of which it ends one, and leaves the other."""
 
@@ -122,6 +130,15 @@ def test_rows_are_those_of_one_process(environments, create_env, num_processes):
     assert_equal(play(several, 100), rows)
     assert sum(row["truncated"].sum() for row in rows) > 10
     assert_equal(play(several, 20), play(one, 20))  # begun anew
+
+
+def test_each_process_draws_other_numbers_which_the_seeds_give(environments):
+    first, again, others = (
+        [row["reward"] for row in play(environments(Global, 5, [seed + i for i in SEEDS]), 3)]
+        for seed in (0, 0, 1)
+    )
+    assert_equal(first, again)
+    assert len(np.unique([first[1:], others[1:]])) == 2 * 3 * len(SEEDS)
 
 
 @pytest.mark.whole

@@ -17,8 +17,8 @@ import polybeast
 from beast.learners import devices
 from beast.learners.devices import computes_in_bf16
 from beast.processes.fork_server import all_cores
+from beast.processes.randomness import random_states, restore_random_states, seed_generators
 from beast.runs.diagnostics import to_floats
-from beast.runs.randomness import random_states, restore_random_states, seed_generators
 
 
 @pytest.mark.parametrize("model", ["shallow", "deep"])

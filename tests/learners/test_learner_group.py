@@ -180,12 +180,23 @@ def test_returns_are_kept_until_an_update_takes_them(group):
     group.sum(model, {"steps": 1.0})
     assert group.share_returns([1.0, 3.0], [5.0]) == ([], [])
     for _ in range(3):  # exchanges in which nobody has a batch
-        assert group.sum(model, {})["steps"] == 0 and group.exchange.num_batches == 0
+        assert group.sum(model, {}) == {} and group.exchange.num_batches == 0
     group.sum(model, {"steps": 1.0})
     assert group.exchange.num_batches == 1
     assert group.share_returns([], []) == ([2.0, 2.0], [5.0])
     with pytest.raises(FlagError, match="does not sum over them"):
         group.share_returns([], [])
+
+
+@pytest.mark.parametrize("program", [monobeast, polybeast])
+def test_where_nobody_has_a_batch_there_are_no_metrics(group, program):
+    model, flags = torch.nn.Linear(2, 2), SimpleNamespace(grad_norm_clipping=1.0)
+    share(group, model)
+    arguments = flags, model, None, (), torch.optim.SGD(model.parameters(), 1.0), group
+    assert program.learn(*arguments) == {}
+    group.sum(model, {"steps": 1.0})
+    group.share_returns([], [])
+    assert program.learn(*arguments) == {}
 
 
 def test_a_learn_that_does_not_sum_ends_with_its_first_update(group, tmp_path):
@@ -291,7 +302,7 @@ def test_where_no_learner_has_a_batch_nothing_changes(group, monkeypatch):
     run = SimpleNamespace(stop=threading.Event(), watchdog=SimpleNamespace(beat=lambda what: None))
     group.starvation.begin()
     learner_group.join_updates(flags, learner, run, learn)
-    assert [result["steps"] for result in results] == [0, 0, 0]
+    assert results == [{}, {}, {}]
     assert learner.weights.version == version and learner.step == 0
     torch.testing.assert_close(learner.state()["parts"][:2], before, rtol=0, atol=0)
 

@@ -18,9 +18,9 @@ from small_run import change, create_learner, parse, save, update
 from beast.actors.weights import LocalWeights
 from beast.errors import FlagError
 from beast.learners.learner import Learner
+from beast.processes.randomness import random_states
 from beast.runs import checkpoint, checkpoint_writer
 from beast.runs.checkpoint_writer import Writer
-from beast.runs.randomness import random_states
 
 
 @pytest.fixture
