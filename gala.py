@@ -25,7 +25,6 @@ last row of the rollout before it. libtorchbeast/rows.py says what a row holds.
 import argparse
 import contextlib
 import functools
-import logging
 import warnings
 
 import torch
@@ -401,8 +400,6 @@ def train(flags):
     make_net = functools.partial(Net, spaces[0], sample.num_actions, **net_arguments(flags))
     devices.choose_precision(flags, net, [devices.get_device(flags)])
     population = Population(net, flags.num_agents)
-    if flags.compile:
-        logging.info("Each agent compiles compute_loss, for a minute or more")
     optimizer = create_optimizer(flags, population)
     learner = Learner(population, optimizer, lambda step: 1.0, Version())
     learner.device = devices.get_device(flags)  # of the agents; the population is on the CPU

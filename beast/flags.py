@@ -200,6 +200,11 @@ def _complete(parser, argv, flags, saved):
         left = {*checkpoint.NOT_RESUMED, *saved["flags"].get("chosen", [])}
         kept = {k: v for k, v in saved["flags"].items() if k in flags and k not in left}
         parser.check_types(kept)
+    # A command line that starts servers leaves those behind that the run had named, and vice versa.
+    if getattr(flags, "num_servers", None) or getattr(flags, "pipes_basename", None):
+        kept.pop("server_addresses", None)
+    if getattr(flags, "server_addresses", None):
+        kept.pop("num_servers", None)
     given, flags = flags, parser.parse_args(argv, argparse.Namespace(**kept))
     flags.xpid = given.xpid
     _refuse_trust(given, flags)
@@ -241,7 +246,7 @@ def _refuse_trust(given, flags):
         raise FlagError(
             f"--auth_token_file is given, but the servers that would get it, {addresses!r}, are "
             f"named by the checkpoint in {run_path(flags)} alone: if you trust them, add "
-            f"--server_addresses {shlex.quote(addresses)}"
+            f"--server_addresses {shlex.quote(addresses)}; if they are gone, --server_addresses ''"
         )
 
 

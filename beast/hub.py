@@ -77,7 +77,10 @@ def new_folder(path):
     if path.exists():
         raise FlagError(f"{path} exists: choose another folder, or remove it")
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.mkdir(parents=True)
+    try:
+        temporary.mkdir(parents=True)
+    except FileExistsError:
+        raise FlagError(f"{temporary} is of a command that was killed: remove it") from None
     try:
         yield temporary
         temporary.rename(path)
@@ -128,6 +131,16 @@ def read_header(folder):
     return header
 
 
+def find_program(folder):
+    """Return the name of the program that made a run; a fork's parser may still have another."""
+    program = read_header(folder)["flags"]["program"]
+    try:
+        name = pathlib.Path(json.loads((folder / "meta.json").read_text())["command"][0]).name
+    except (OSError, ValueError, LookupError, TypeError):  # a file from elsewhere can be anything
+        return program
+    return name if name.endswith(".py") and (ROOT / name).is_file() else program
+
+
 def unpack(folder, run):
     """Make a run of a shared folder."""
     from safetensors.torch import load_file
@@ -145,7 +158,7 @@ def unpack(folder, run):
 
 def play(folder, num_episodes, arguments):
     """Return the result of --mode test with the weights of a folder, as a dict."""
-    program = read_header(folder)["flags"]["program"]
+    program = find_program(folder)
     with tempfile.TemporaryDirectory() as savedir:
         unpack(folder, pathlib.Path(savedir) / "run")
         result = pathlib.Path(savedir) / "result.json"
@@ -153,7 +166,10 @@ def play(folder, num_episodes, arguments):
         flags += ["--num_episodes", str(num_episodes), *arguments, "--result_file", result]
         status = subprocess.run([sys.executable, ROOT / program, *flags], stdout=sys.stderr)
         if status.returncode:
-            raise FlagError(f"the test of {folder} failed: see above")
+            raise FlagError(
+                f"the test of {folder} failed: see above; flags that it asks for go behind --, "
+                "as in: -- --env ID"
+            )
         return json.loads(result.read_text())
 
 
@@ -189,7 +205,8 @@ def describe(result):
 def write_card(folder, target):
     """Write README.md, with a header that the Hub reads."""
     run, score = read_run(str(folder), []), json.loads((folder / SCORE).read_text())
-    flags, name = read_header(folder)["flags"], pathlib.Path(target.removeprefix(HUB)).name
+    flags, program = read_header(folder)["flags"], find_program(folder)
+    name = pathlib.Path(target.removeprefix(HUB)).name
     test = shlex.join(["--num_episodes", str(len(score["returns"])), *score["arguments"]])
     metric = {"type": "mean_reward", "name": "mean return", "value": score["mean"]}
     task = {"type": "reinforcement-learning", "name": "reinforcement learning"}
@@ -205,10 +222,10 @@ def write_card(folder, target):
     lines = "\n".join(lines)
     (folder / CARD).write_text(f"""\
 ---
-tags: [reinforcement-learning, {pathlib.Path(flags["program"]).stem}]
+tags: [reinforcement-learning, {pathlib.Path(program).stem}]
 model-index: {json.dumps(index)}
 ---
-# {flags["env"]} by {flags["program"]}
+# {flags["env"]} by {program}
 
 Mean return of {len(score["returns"])} games: **{describe(score)}** ({score["protocol"]}),
 after {score["step"]:,} agent steps, by commit {", ".join(run.commits) or "unknown"}:
@@ -221,7 +238,7 @@ after {score["step"]:,} agent steps, by commit {", ".join(run.commits) or "unkno
 
 ```bash
 python -m beast.hub pull {shlex.quote(target)} ~/logs/torchbeast/{name}
-python {flags["program"]} --mode test --xpid {name} {test}
+python {program} --mode test --xpid {name} {test}
 ```
 """)
 

@@ -325,6 +325,17 @@ def test_runs_have_a_default_name_and_a_test_takes_the_latest(tmp_path):
     assert parse(tmp_path, "--xpid latest").xpid == "two"
 
 
+def test_servers_on_the_command_line_replace_those_of_the_checkpoint(tmp_path):
+    for before, now, addresses, number in (
+        ("--server_addresses a:1", "--num_servers 2", None, 2),
+        ("--num_servers 2", "--server_addresses a:1", "a:1", None),
+        ("--server_addresses b:1", "", "b:1", None),
+    ):
+        save(parse(tmp_path / before, f"--xpid run {before}", polybeast.parser))
+        flags = parse(tmp_path / before, f"--xpid run {now}", polybeast.parser)
+        assert (flags.server_addresses, flags.num_servers) == (addresses, number)
+
+
 def test_a_run_without_a_seed_draws_one(tmp_path):
     arguments = ["--savedir", str(tmp_path), "--xpid", "run"]
     seeds = {parse_flags(create_parser(), arguments).seed for _ in range(3)}
@@ -357,7 +368,7 @@ def test_a_checkpoint_alone_does_not_say_where_a_token_goes(tmp_path):
 
     save(parse_run("--server_addresses h:1,h:2"))
     assert parse_run().server_addresses == "h:1,h:2"
-    with pytest.raises(FlagError, match="'h:1,h:2', .* add --server_addresses h:1,h:2$"):
+    with pytest.raises(FlagError, match="'h:1,h:2', .* add --server_addresses h:1,h:2; "):
         parse_run("--auth_token_file token")
     parse_run("--auth_token_file token --server_addresses h:1,h:2")
 

@@ -45,6 +45,21 @@ def test_packed_weights_are_those_of_the_run_with_score_and_card(trained):
 
 
 @pytest.mark.whole
+def test_weights_of_a_fork_are_played_by_the_fork(trained, tmp_path, monkeypatch):
+    one, _ = trained
+    shutil.copytree(one, tmp_path / "one")
+    meta = json.loads((one / "meta.json").read_text())
+    meta["command"][0] = "fork.py"  # whose create_parser still says ppo.py
+    (tmp_path / "one" / "meta.json").write_text(json.dumps(meta))
+    monkeypatch.setattr(hub, "ROOT", tmp_path)
+    for name in ("ppo.py", "fork.py"):
+        (tmp_path / name).touch()
+        (tmp_path / name[:-3]).mkdir()
+        hub.pack(tmp_path / "one", NEWEST, tmp_path / name[:-3])
+        assert hub.find_program(tmp_path / name[:-3]) == name
+
+
+@pytest.mark.whole
 def test_pulled_weights_can_be_tested_and_not_trained(trained, tmp_path):
     _, packed = trained
     hub.main(["pull", str(packed), str(tmp_path / "new")])

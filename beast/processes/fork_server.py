@@ -31,6 +31,7 @@ from beast.processes.lifetime import (
     lead_group,
     signals_blocked,
     socket_folder,
+    start_logging,
 )
 from beast.processes.watchdog import print_stacks_on_signal
 
@@ -159,6 +160,7 @@ def child_main(function, pipe, *args, niceness=10):
         signal.signal(number, lambda *_: None)
     default_signals_in_forks()
     lead_group()
+    start_logging()
     print_stacks_on_signal()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     exit_with_parent()

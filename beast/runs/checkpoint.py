@@ -200,7 +200,8 @@ def restore_weights(model, checkpoint, flags):
     differing = [
         f"--{key} was {checkpoint['flags'][key]!r}, is {value!r}"
         for key, value in sorted(vars(flags).items())
-        if key in checkpoint["flags"].keys() - NOT_RESUMED and checkpoint["flags"][key] != value
+        if key in checkpoint["flags"].keys() - NOT_RESUMED
+        and value not in (None, checkpoint["flags"][key])  # None: only training chooses it
     ]
     raise FlagError(
         f"the checkpoint in {run_path(flags)}, a {checkpoint.get('net', 'net')} of "
@@ -273,7 +274,7 @@ def _check_optimizer(learner, checkpoint, flags):
     if saved != name:
         raise FlagError(
             f"the checkpoint in {run_path(flags)} is of {saved}, but this is {name}: "
-            "undo the change of create_optimizer, or choose another --xpid"
+            "choose another --xpid, or undo what was changed in create_optimizer"
         )
 
 

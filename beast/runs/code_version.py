@@ -39,14 +39,16 @@ def compare_code(path):
         )
 
 
-def list_changes(git):
-    """Return the changed files of a run, by what `describe_git` wrote."""
+def list_changes(command, git):
+    """Return the changed files of a run, by its command and what `describe_git` wrote."""
     lines = (git.get("changed") or "").splitlines()
-    return [line for line in lines if not line.startswith("??")]  # git does not know a log, say
+    program = f"?? {pathlib.Path(command[0]).name}"
+    # Of files that git does not know, as a log may be, the program counts.
+    return [line for line in lines if line == program or not line.startswith("??")]
 
 
 def _name_code(command, git):
-    changes = list_changes(git)
+    changes = list_changes(command, git)
     changes += [git["diff"]] if git.get("diff") else []
     commit = f"commit {git['commit'][:7]}" if git["commit"] else "no commit"
     changed = f" with changes ({', '.join(map(str.strip, changes))})" if changes else ""

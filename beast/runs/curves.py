@@ -66,9 +66,13 @@ class Run(NamedTuple):
     @property
     def commits(self):
         """Commits that the run was started and resumed with; + marks uncommitted changes."""
-        git = [meta.get("git", {}) for meta in [*self.meta.get("earlier", []), self.meta]]
-        git = [g for g in git if g.get("commit")]
-        marked = [g["commit"][:7] + " + changes" * bool(list_changes(g)) for g in git]
+        metas = [*self.meta.get("earlier", []), self.meta]
+        code = [(meta.get("command", ["-"]), meta.get("git", {})) for meta in metas]
+        marked = [
+            git["commit"][:7] + " + changes" * bool(list_changes(command, git))
+            for command, git in code
+            if git.get("commit")
+        ]
         return list(dict.fromkeys(marked))
 
 

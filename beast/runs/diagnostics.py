@@ -262,11 +262,15 @@ def to_floats(metrics):
     floats = {}
     for name, value in zip(metrics, values, strict=True):
         own, numbers = numbers[: value.numel()], numbers[value.numel() :]
+        new = {name: own[0]}
         if name == "moments":
             n = value.shape[-1]
-            floats |= from_moments([own[i : i + n] for i in range(0, len(own), n)])
-        else:
-            (floats[name],) = own
+            new = from_moments([own[i : i + n] for i in range(0, len(own), n)])
+        if taken := floats.keys() & new.keys():
+            raise ValueError(
+                f"the metric {min(taken)!r} is one of ours (docs/logs.md): rename yours"
+            )
+        floats |= new
     return floats
 
 

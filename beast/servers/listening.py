@@ -81,8 +81,10 @@ def listen(flags, credentials, group):
     Raises:
       EnvError: the address cannot be listened at.
     """
+    address = flags.listen
     try:
         host, port = own_address(flags, group.local_rank)
+        address = f"{flags.listen.rpartition(':')[0]}:{port}"
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # Of IPv4, too, as servers take it.
         is_any = where[0] == "::" and socket.has_dualstack_ipv6()
@@ -91,7 +93,7 @@ def listen(flags, credentials, group):
         )
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise EnvError(f"cannot listen at {flags.listen}: {reason}") from None
+        raise EnvError(f"cannot listen at {address}: {reason}") from None
     # Else gRPC logs a line for each connection that TLS refuses, and strangers could fill a disk.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     with port_socket:

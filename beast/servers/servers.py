@@ -82,7 +82,8 @@ class Servers:
     def __init__(self, flags, addresses, credentials, check_actions, local=None, listening=None):
         self.addresses, self.credentials, self._local = addresses, credentials, local
         self.listening = listening
-        if listening is not None and flags.spaces is not None:  # of the checkpoint
+        # Of the checkpoint, but for streams of a number that was chosen for local servers.
+        if listening is not None and flags.spaces is not None and flags.envs_per_stream:
             handshake = {"num_envs": flags.envs_per_stream, "env": flags.env}
             handshake["spaces"] = flags.spaces
         else:
@@ -159,6 +160,11 @@ def starts_servers(flags):
 def _check_flags(flags):
     if flags.listen:
         check_listen(flags)
+    if flags.server_addresses and flags.num_servers:
+        raise ValueError(
+            f"--server_addresses ({flags.server_addresses}) names servers that run already, "
+            f"--num_servers ({flags.num_servers}) how many to start: give only one"
+        )
     if flags.server_addresses and flags.pipes_basename is not None:
         raise ValueError(
             f"--server_addresses ({flags.server_addresses}) names servers that run already, "

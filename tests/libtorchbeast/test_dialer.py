@@ -287,6 +287,30 @@ def test_the_first_address_is_tried_every_other_time():
     assert dialer.Dialer(counting.Counting, ["a"], 5)._address(3) == "a"
 
 
+def test_processes_pause_before_their_first_address_alone(monkeypatch):
+    events = []
+
+    class Gone:
+        num_actions, is_refused, is_in_order = 0, False, True
+
+        def __init__(self, dialer, address, started):
+            events.append(address)
+
+        def run(self):
+            return "the learner is not there yet"
+
+    def wait(seconds):
+        events.append("-")
+        if len(events) > 8:
+            tries.stop()
+
+    monkeypatch.setattr(dialer, "_Stream", Gone)
+    tries = dialer.Dialer(counting.Counting, ["a", "b", "c"])
+    monkeypatch.setattr(tries, "_wait", wait)
+    tries.run()
+    assert "".join(events) == "ab-ac-ab-"
+
+
 def test_processes_come_back_to_their_first_address(start, rig, monkeypatch):
     monkeypatch.setattr(dialer, "PAUSES", (0.01,))
     home, second, third = free_address("127.0.0.1"), rig(act_zero, ()), rig(act_zero, ())

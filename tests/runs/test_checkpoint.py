@@ -144,7 +144,7 @@ def test_several_optimizers_of_a_learner_go_on_as_they_were(flags):
     with pytest.raises(FlagError, match="is of one optimizer, but this is {'actor': 'Adam', "):
         checkpoint._check_optimizer(learner, old, flags)
     learner.optimizer = learner.optimizer["actor"]
-    with pytest.raises(FlagError, match="is of {'actor': 'Adam', .*, but this is Adam: undo"):
+    with pytest.raises(FlagError, match="is of {'actor': 'Adam', .*, but this is Adam: choose"):
         checkpoint.resume(flags, learner)
 
 
@@ -184,7 +184,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(flags, groups):
         learner.optimizer = torch.optim.Adam(learner.model.parameters())
     else:
         learner.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(FlagError, match="is of RMSprop.*, but this is .*undo the change of creat"):
+    with pytest.raises(FlagError, match="is of RMSprop.*, but this is .*undo what was changed in"):
         checkpoint.resume(flags, learner)
 
 

@@ -274,6 +274,12 @@ def test_a_metric_that_is_not_one_number_is_refused_by_name(value, message):
             convert(metrics)
 
 
+def test_a_metric_with_the_name_of_one_of_ours_is_refused():
+    metrics = diagnostics.from_logits(*random_batch(1)[:5]) | {"explained_variance": torch.ones(())}
+    with pytest.raises(ValueError, match="'explained_variance' is one of ours .*: rename"):
+        to_floats(metrics)
+
+
 def test_means_of_metrics_are_floats():
     dicts = [{"a": torch.tensor(True), "b": 1.0}, {"a": torch.tensor(False), "b": torch.ones(1)}]
     assert mean_floats(dicts) == {"a": 0.5, "b": 1.0}

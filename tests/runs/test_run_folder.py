@@ -67,6 +67,12 @@ def test_changes_of_the_code_are_alike_in_any_git_configuration(tmp_path, monkey
     assert code_version.describe_git()["diff"] == diff.name
 
 
+def test_a_program_that_git_does_not_know_is_a_change():
+    git = {"changed": "?? fork.py\n M vtrace.py\n?? notes.txt"}
+    assert code_version.list_changes(["/repo/fork.py"], git) == ["?? fork.py", " M vtrace.py"]
+    assert code_version.list_changes(["monobeast.py"], git) == [" M vtrace.py"]
+
+
 def test_without_git_the_code_itself_is_compared(tmp_path, monkeypatch):
     (tmp_path / "beast" / "runs").mkdir(parents=True)
     monkeypatch.setattr(code_version, "__file__", str(tmp_path / "beast/runs/code_version.py"))

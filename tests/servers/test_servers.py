@@ -210,6 +210,7 @@ def test_servers_that_all_are_unusable_end_the_run(tmp_path, start, message):
         ("--num_actors 17 --num_servers 1", "--num_actors is 17, .* 1 servers .* 16 streams"),
         ("--max_learner_queue_size 7 --batch_size 9", "is 7, .* --batch_size = 9"),
         ("--server_addresses a:1 --pipes_basename unix:/b", r"a:1\) .*unix:/b\) .* only one"),
+        ("--server_addresses a:1 --num_servers 2", r"a:1\) .*--num_servers \(2\) .* only one"),
         ("--server_addresses a:1,,b:2", "separated by commas"),
         ("--server_addresses a:2-1", "a:2-1"),
         ("--server_addresses nowhere", "nowhere.* host:port"),
@@ -221,6 +222,16 @@ def test_servers_that_all_are_unusable_end_the_run(tmp_path, start, message):
 def test_flags_that_cannot_be_are_refused_before_anything_starts(arguments, message):
     with pytest.raises(FlagError, match=message):
         polybeast.resolve(parse(*arguments.split()))
+
+
+def test_environments_are_asked_if_the_checkpoint_does_not_say_how_many(monkeypatch):
+    answers = {"spaces": SPACES, "env": "Catch", "num_envs": 7}
+    monkeypatch.setattr(servers, "query_servers", lambda *arguments: answers)
+    for number, found in ((None, 7), (4, 4)):
+        flags = SimpleNamespace(spaces=SPACES, envs_per_stream=number, env="Catch")
+        flags.stall_timeout_s, flags.eval_interval = 60, 0
+        listening = SimpleNamespace(address="")
+        assert servers.Servers(flags, [], {}, check_discrete, None, listening).num_envs == found
 
 
 def test_local_servers_get_the_learners_flags_but_no_secret(monkeypatch):
