@@ -325,7 +325,7 @@ def test_runs_have_a_default_name_and_a_test_takes_the_latest(tmp_path):
     assert parse(tmp_path, "--xpid latest").xpid == "two"
 
 
-def test_servers_on_the_command_line_replace_those_of_the_checkpoint(tmp_path):
+def test_servers_given_replace_those_of_the_checkpoint(tmp_path):
     for before, now, addresses, number in (
         ("--server_addresses a:1", "--num_servers 2", None, 2),
         ("--num_servers 2", "--server_addresses a:1", "a:1", None),

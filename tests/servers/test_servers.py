@@ -224,7 +224,7 @@ def test_flags_that_cannot_be_are_refused_before_anything_starts(arguments, mess
         polybeast.resolve(parse(*arguments.split()))
 
 
-def test_environments_are_asked_if_the_checkpoint_does_not_say_how_many(monkeypatch):
+def test_environments_say_how_many_where_a_checkpoint_does_not(monkeypatch):
     answers = {"spaces": SPACES, "env": "Catch", "num_envs": 7}
     monkeypatch.setattr(servers, "query_servers", lambda *arguments: answers)
     for number, found in ((None, 7), (4, 4)):
