@@ -119,8 +119,8 @@ def main(argv=None):
     flags = server_processes.parse_flags(parser, argv)
     start_logging()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # gRPC's older way to wait for sockets makes a tenth more steps/s of CartPole. But it needs
-    # Python's lock: an environment that keeps it for 30 s loses its stream (docs/reliability.md).
+    # gRPC's older way to wait for sockets makes a tenth more steps/s of CartPole. But a server then
+    # needs Python's lock: a step that keeps it for 30 s loses its stream (docs/reliability.md).
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener,-event_engine_client")
     # Else gRPC logs a line for each connection that TLS refuses, and strangers could fill a disk.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

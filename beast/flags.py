@@ -203,7 +203,7 @@ def _complete(parser, argv, flags, saved):
     # A command line that starts servers leaves those behind that the run had named, and vice versa.
     if getattr(flags, "num_servers", None) or getattr(flags, "pipes_basename", None):
         kept.pop("server_addresses", None)
-    if getattr(flags, "server_addresses", None):
+    if getattr(flags, "server_addresses", None) or kept.get("server_addresses"):
         kept.pop("num_servers", None)
     given, flags = flags, parser.parse_args(argv, argparse.Namespace(**kept))
     flags.xpid = given.xpid

@@ -80,7 +80,9 @@ def new_folder(path):
     try:
         temporary.mkdir(parents=True)
     except FileExistsError:
-        raise FlagError(f"{temporary} is of a command that was killed: remove it") from None
+        raise FlagError(
+            f"{temporary} is of another command: if that was killed, remove it"
+        ) from None
     try:
         yield temporary
         temporary.rename(path)
@@ -132,13 +134,19 @@ def read_header(folder):
 
 
 def find_program(folder):
-    """Return the name of the program that made a run; a fork's parser may still have another."""
+    """Return the name of the program that made a run: a copy may still give its parser another."""
     program = read_header(folder)["flags"]["program"]
     try:
         name = pathlib.Path(json.loads((folder / "meta.json").read_text())["command"][0]).name
     except (OSError, ValueError, LookupError, TypeError):  # a file from elsewhere can be anything
         return program
-    return name if name.endswith(".py") and (ROOT / name).is_file() else program
+    if name == program or not name.endswith(".py"):
+        return program
+    if not (ROOT / name).is_file():
+        logging.warning("%s is of %s, which is not here: %s takes its place", folder, name, program)
+        return program
+    # A script of one's own may call a program's main.
+    return name if "create_parser(" in (ROOT / name).read_text() else program
 
 
 def unpack(folder, run):

@@ -131,7 +131,7 @@ def non_negative(kind):
 
 
 def finite(text):
-    """A type: a float that is a number."""
+    """A type: a finite float."""
     return _checked(float, math.isfinite, "must be finite")(text)
 
 

@@ -121,8 +121,8 @@ class Dialer:
             num_tries = 0 if stream.num_actions else num_tries + 1
             num_failures = 1 if stream.num_actions >= ENOUGH_ACTIONS else num_failures + 1
             pause = PAUSES[min(num_failures, len(PAUSES)) - 1] * random.uniform(0.5, 1.5)
-            # Another's address is tried at once after ours, and we wait before ours: when learners
-            # start, all of us go to our own.
+            # Another address follows ours at once, and we pause before ours: where learners start
+            # together, each process finds its own.
             if num_tries % 2 == 0 or len(self._addresses) == 1:
                 self._wait(pause)
 

@@ -45,7 +45,7 @@ def test_packed_weights_are_those_of_the_run_with_score_and_card(trained):
 
 
 @pytest.mark.whole
-def test_weights_of_a_fork_are_played_by_the_fork(trained, tmp_path, monkeypatch):
+def test_weights_of_a_fork_are_played_by_the_fork(trained, tmp_path, monkeypatch, caplog):
     one, _ = trained
     shutil.copytree(one, tmp_path / "one")
     meta = json.loads((one / "meta.json").read_text())
@@ -56,7 +56,12 @@ def test_weights_of_a_fork_are_played_by_the_fork(trained, tmp_path, monkeypatch
         (tmp_path / name).touch()
         (tmp_path / name[:-3]).mkdir()
         hub.pack(tmp_path / "one", NEWEST, tmp_path / name[:-3])
+        assert hub.find_program(tmp_path / name[:-3]) == "ppo.py"
+        (tmp_path / name).write_text('parser = create_parser("ppo.py", "A fork.")')
         assert hub.find_program(tmp_path / name[:-3]) == name
+    (tmp_path / "fork.py").unlink()
+    assert hub.find_program(tmp_path / "fork") == "ppo.py"
+    assert "is of fork.py, which is not here: ppo.py takes its place" in caplog.text
 
 
 @pytest.mark.whole
@@ -154,13 +159,15 @@ def make_packed(path, **change):
      ("push {run} {new} --best", "run has no best.tar"),
      ("push {run} {new} --num_episodes 1", "is 1, which has no interval: give 2 or more"),
      ("pull none {new}", "none has no model.safetensors"),
+     ("push {run} {busy}", "busy.tmp is of another command: if that was killed, remove it"),
      ("pull {old} {run}", "run exists: choose another folder, or remove it"),
      ("pull {empty} {new}", "empty has no model.safetensors of beast.hub .*No such file")],
 )  # fmt: skip
 def test_what_cannot_be_shared_is_refused(arguments, message, tmp_path):
     make_packed(tmp_path / "old")
     (tmp_path / "empty").mkdir()
-    places = {name: tmp_path / name for name in ("run", "old", "new", "empty")}
+    (tmp_path / "busy.tmp").mkdir()
+    places = {name: tmp_path / name for name in ("run", "old", "new", "empty", "busy")}
     make_run(tmp_path)
     with pytest.raises(FlagError, match=message):
         hub.main(arguments.format(**places).split())

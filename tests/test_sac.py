@@ -217,6 +217,15 @@ def test_spaces_it_does_not_take_are_refused(observations, actions, message):
         create_net(sac.Net, observations, actions, **sac.net_arguments(flags))
 
 
+def test_a_target_entropy_must_be_finite(capsys):
+    for value in ("nan", "inf"):
+        with pytest.raises(SystemExit):
+            sac.parser.parse_args(["--target_entropy", value])
+        assert (
+            f"--target_entropy: {value} is not valid: it must be finite" in capsys.readouterr().err
+        )
+
+
 def test_flags_of_another_algorithm_are_refused():
     for arguments in ("--target_noise 0.3", "--exploration_noise 0.3",
                       "--algorithm td3 --target_entropy -5"):  # fmt: skip

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The games of ale-py by their ids in Gymnasium; atari_wrappers.py preprocesses them."""
 
-import contextlib
 import difflib
 import importlib
 
@@ -37,8 +36,10 @@ def _register(env_id):
     gym.register_envs(ale_py)
     module, _, name = env_id.rpartition(":")
     if module:
-        with contextlib.suppress(ImportError):  # gym.make will raise it
+        try:
             importlib.import_module(module)
+        except ImportError as error:
+            raise FlagError(f"--env {env_id}: {module} cannot be imported: {error}") from error
     return name
 
 

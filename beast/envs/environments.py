@@ -281,6 +281,7 @@ class Environments:
 
     def _check_spaces(self):
         first = self.envs[0]
+        # Of wrappers around one environment, too. Streams and groups are not compared.
         cores = [getattr(env, "unwrapped", env) for env in self.envs]
         if len({id(core) for core in cores}) < self.num_envs:
             raise EnvError(

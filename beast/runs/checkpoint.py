@@ -197,11 +197,12 @@ def restore_weights(model, checkpoint, flags):
         return
     if len(lines) > 10:
         lines[10:] = [f"and {len(lines) - 10} more"]
+    saved_flags = checkpoint["flags"]
+    left = {*NOT_RESUMED, *saved_flags.get("chosen", [])}
     differing = [
-        f"--{key} was {checkpoint['flags'][key]!r}, is {value!r}"
+        f"--{key} was {saved_flags[key]!r}, is {value!r}"
         for key, value in sorted(vars(flags).items())
-        if key in checkpoint["flags"].keys() - NOT_RESUMED
-        and value not in (None, checkpoint["flags"][key])  # None: only training chooses it
+        if key in saved_flags.keys() - left and saved_flags[key] != value
     ]
     raise FlagError(
         f"the checkpoint in {run_path(flags)}, a {checkpoint.get('net', 'net')} of "

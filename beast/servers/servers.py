@@ -82,7 +82,7 @@ class Servers:
     def __init__(self, flags, addresses, credentials, check_actions, local=None, listening=None):
         self.addresses, self.credentials, self._local = addresses, credentials, local
         self.listening = listening
-        # Of the checkpoint, but for streams of a number that was chosen for local servers.
+        # From the checkpoint, unless envs_per_stream was chosen (for local servers): it has none.
         if listening is not None and flags.spaces is not None and flags.envs_per_stream:
             handshake = {"num_envs": flags.envs_per_stream, "env": flags.env}
             handshake["spaces"] = flags.spaces

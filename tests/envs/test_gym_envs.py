@@ -190,7 +190,8 @@ def test_a_module_may_register_a_game(monkeypatch, tmp_path):
     assert gym_envs.is_game("hard_games:Hard-v0")
     env = make_atari("hard_games:Hard-v0")
     assert env.unwrapped.spec.kwargs["mode"] == 1
-    assert not gym_envs.is_game("no_such_module:Hard-v1")
+    with pytest.raises(FlagError, match="no_such_module cannot be imported: No module named"):
+        gym_envs.is_game("no_such_module:PongNoFrameskip-v4")
 
 
 def test_a_subclass_of_a_game_is_an_environment_like_any_other(monkeypatch):

@@ -294,6 +294,12 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path):
         assert text in str(error.value)
     assert "--xpid was" not in str(error.value) and "bias" not in str(error.value)
     flags = parse(tmp_path)
+    flags.chosen = ["num_test_envs"]  # by training, so it is None in a test
+    save(flags)
+    flags.num_test_envs = None
+    with pytest.raises(FlagError, match=r"\(the environment or the code of Net has changed\)"):
+        checkpoint.resume(flags, create_learner(flags, size=4))
+    flags = parse(tmp_path)
     with pytest.raises(FlagError, match="the code of Net has changed"):
         checkpoint.resume(flags, create_learner(flags, size=4))
     learner = create_learner(flags, model=torch.nn.Bilinear(2, 3, 1, bias=False))
