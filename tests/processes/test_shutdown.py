@@ -78,8 +78,9 @@ def end(program, way):
 )
 def test_a_program_ends_and_leaves_nothing(state, arguments, is_in_state, way, tmp_path):
     name, before = state[:4], shared_memory()
+    starts_servers = not state.endswith(("-waiting", "-listening"))
     with Program(
-        SCRIPTS[name], "" if "listening" in state else SMALL[name], arguments, tmp_path,
+        SCRIPTS[name], SMALL[name] * starts_servers, arguments, tmp_path,
         *(["--end_with_stdin"] if way == "stdin" else []),
         stdin=subprocess.PIPE, TMPDIR=str(tmp_path),
     ) as program:  # fmt: skip
