@@ -157,6 +157,10 @@ parser.add_argument("--common", action="store_true",
 # fmt: on
 
 
+def count_returns(run):
+    return max(np.isfinite(run.columns.get(name, np.nan)).sum() for name in RETURNS)
+
+
 def collect_curves(flags):
     """Return what to draw, lines to print about its runs, and the folder of the first one."""
     metrics = None if flags.metrics is None else [n for n in flags.metrics.split(",") if n]
@@ -173,6 +177,11 @@ def collect_curves(flags):
         if (end := min(ends)) < 0.9 * max(ends):
             notes.append(f"{label}: ends at {end:,.0f} steps, as {ends[end]} does")
     data = collect(groups, metrics, flags.common, x_names)
+    for curve, members in zip(data["curves"], groups.values(), strict=True):
+        if data["main"] not in curve["metrics"]:
+            few = [run.name for run in members if count_returns(run) < 2]
+            reason = f"too few in {', '.join(few)}" if few else "its runs do not overlap"
+            notes.append(f"{curve['label']}: no return is drawn: {reason}")
     lines = [*describe_runs(groups), *describe_flags(groups), *describe_commits(groups), *notes]
     return data, lines, runs[0].path.parent
 

@@ -107,6 +107,20 @@ def test_a_curve_ends_with_its_shortest_run(tmp_path, capsys):
     assert collect(*words, "--common")["limits"]["steps"] == 20_000
 
 
+def test_a_curve_that_one_run_leaves_out_is_named(tmp_path, capsys):
+    old, new = write_run(tmp_path / "old"), write_run(tmp_path / "new", rows=ROWS[:20])
+    begun = write_run(tmp_path / "begun")
+    log = (begun / "logs.csv").read_text()
+    (begun / "logs.csv").write_text(log.replace("mean_game_return", "mean_other"))
+    late = write_run(tmp_path / "late", rows=ROWS[30:])
+    collect(f"a={new}", f"a={begun}", f"b={old}")
+    assert "a (2 runs): no return is drawn: too few in begun" in capsys.readouterr().out
+    collect(f"a={new}", f"a={late}", f"b={old}")
+    assert "a (2 runs): no return is drawn: its runs do not overlap" in capsys.readouterr().out
+    collect(f"a={new}", f"b={old}")
+    assert "no return is drawn" not in capsys.readouterr().out
+
+
 def test_hours_leave_out_the_time_in_which_a_run_was_stopped(tmp_path):
     hour = [r | {"_time": 100 * r["_tick"] + 86_400 * (r["step"] > 20_000)} for r in ROWS]
     slow = [r | {"_time": 300 * r["_tick"]} for r in ROWS]  # which is not stopped all the time
