@@ -144,6 +144,7 @@ def with_commit(meta, commit):
 
 def test_only_games_of_atari_go_by_one_name(tmp_path, capsys):
     names = ["PongNoFrameskip-v4", "ALE/Pong-v5", "CartPole-v0", "CartPole-v1", "MinAtar/Pong-v1"]
+    names.append("breakout")  # some other game
     runs = [read_run(str(write_run(tmp_path / str(i), n, [1, 2])), []) for i, n in enumerate(names)]
     assert [report.name_game(run) for run in runs] == ["pong", "pong", *names[2:]]
     one, two = (tmp_path / name for name in "01")
@@ -198,6 +199,7 @@ def write(folder, text):
      (lambda runs, _: [*runs, "--steps", "1500"], "no return yet after --steps 1,500"),
      (lambda runs, path: [write_run(path / "x", "MinAtar/Breakout-v0", [1, 2])],
       "no scores of MinAtar/Breakout-v0: give others by --scores"),
+     (lambda runs, path: [write_run(path / "x", None, [1, 2])], "meta.json, which names the game"),
      (lambda runs, path: [*runs, "--scores", path / "none.csv"], "cannot read .*none.csv"),
      (lambda runs, path: [*runs, "--scores", write(path, "game,low,high\n\npong,nan,1\n")],
       "a score of pong is no number"),
