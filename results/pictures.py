@@ -7,6 +7,7 @@ A suite is a folder of runs, which are folders with meta.json and logs.csv. publ
 others reported, which the pictures show as broken lines; the READMEs have the protocols.
 """
 
+import argparse
 import csv
 import pathlib
 import sys
@@ -294,6 +295,7 @@ def draw_consensus(name="consensus"):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description="Draw the pictures of this folder.").parse_args()
     for suite, is_impala in SUITES.items():
         if (HERE / suite).exists():
             draw_suite(suite, is_impala)
