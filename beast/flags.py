@@ -208,12 +208,13 @@ def _complete(parser, argv, flags, saved):
     given, flags = flags, parser.parse_args(argv, argparse.Namespace(**kept))
     flags.xpid = given.xpid
     _refuse_trust(given, flags)
-    # None: the servers of that run named no game.
-    if saved["flags"].get("env") not in (None, flags.env):
-        raise FlagError(
-            f"--env is {flags.env}, but the checkpoint in {run_path(flags)} is of "
-            f"{saved['flags']['env']}: leave --env out, or choose another --xpid"
-        )
+    for name in ("env", "algorithm"):
+        old, new = saved["flags"].get(name), getattr(flags, name, None)
+        if old not in (None, new):  # None: the servers of that run named no game
+            raise FlagError(
+                f"--{name} is {new}, but the checkpoint in {run_path(flags)} is of {old}: leave "
+                f"--{name} out, or choose another --xpid"
+            )
     if flags.mode == "train" and saved["step"] >= flags.total_steps:
         raise FlagError(
             f"{run_path(flags)} has done its {saved['step']:,} steps: raise --total_steps "

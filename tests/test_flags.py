@@ -297,6 +297,14 @@ def test_what_a_run_does_not_go_on_with_is_refused(tmp_path, saved, refused, mes
     assert parse(tmp_path, "--xpid other --env Breakout").env == "Breakout"
 
 
+def test_a_run_keeps_its_algorithm(tmp_path):
+    save(parse(tmp_path, "--xpid run --algorithm ddpg --learning_rate 1", sac.parser))
+    for mode in ("train", "test"):
+        with pytest.raises(FlagError, match="--algorithm is td3, but .* is of ddpg: leave"):
+            parse(tmp_path, f"--xpid run --algorithm td3 --mode {mode}", sac.parser)
+    assert parse(tmp_path, "--xpid run", sac.parser).algorithm == "ddpg"
+
+
 def test_a_test_of_a_run_that_is_not_there_lists_those_that_are(tmp_path):
     with pytest.raises(FlagError, match=r"there is no checkpoint in .*nope \(no run has"):
         parse(tmp_path, "--xpid nope --mode test")
