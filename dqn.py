@@ -71,7 +71,7 @@ DEFAULTS = {
 }
 TEST_EPSILON = 0.001  # so that no game lasts for ever
 REPLAY_KEYS = ("frame", "reward", "done", "truncated", "terminated", "last_action")
-ANSWER_KEYS = ("policy_logits", "baseline")  # with --use_lstm, for first priorities
+ANSWER_KEYS = ("policy_logits", "baseline")  # for first priorities of R2D1
 
 
 def default_of(name):
@@ -352,14 +352,15 @@ def run_net(flags, model, rows, agent_state, begin, end):
     num_rows = rows["done"].shape[0]
     bounds = [0 if flags.use_lstm else begin, begin, end, num_rows]
     logits = []
-    with devices.autocast(flags, rows["done"].device):
-        for i, j in itertools.pairwise(bounds):
-            if i == j:
-                continue
-            inputs = {name: map_nest(lambda x, i=i, j=j: x[i:j], rows[name]) for name in INPUTS}
-            with torch.set_grad_enabled(torch.is_grad_enabled() and (i, j) == (begin, end)):
-                part, agent_state = devices.to_float32(model.compute_logits(inputs, agent_state))
-            logits += [part] if i >= begin else []
+    for i, j in itertools.pairwise(bounds):
+        if i == j:
+            continue
+        inputs = {name: map_nest(lambda x, i=i, j=j: x[i:j], rows[name]) for name in INPUTS}
+        has_grad = torch.is_grad_enabled() and (i, j) == (begin, end)
+        # An autocast each: older torch would keep weights cast without gradients for the others.
+        with torch.set_grad_enabled(has_grad), devices.autocast(flags, rows["done"].device):
+            part, agent_state = devices.to_float32(model.compute_logits(inputs, agent_state))
+        logits += [part] if i >= begin else []
     return torch.cat(logits)
 
 
@@ -560,9 +561,11 @@ def learn_from_replay(flags, learner, target_model, batches, feed, run):
 
 
 def create_replay(flags, rows, outputs, state, stack_size):
-    keys = REPLAY_KEYS + (ANSWER_KEYS if flags.use_lstm else ())
+    # Priorities of distributions are divergences, which the answers do not tell.
+    uses_answers = flags.use_lstm and flags.num_atoms == 1
+    keys = REPLAY_KEYS + (ANSWER_KEYS if uses_answers else ())
     example = {name: (rows | outputs)[name] for name in keys}
-    priority = functools.partial(initial_priorities, flags) if flags.use_lstm else None
+    priority = functools.partial(initial_priorities, flags) if uses_answers else None
     return Replay(
         map_nest(torch.Tensor.numpy, example),
         map_nest(torch.Tensor.numpy, state),

@@ -363,6 +363,22 @@ def test_the_replay_is_made_as_the_flags_say(clipping, reward):
     assert (replay._tree.get(sample.handle.starts) == 4**0.5).all()
 
 
+@pytest.mark.parametrize(("num_atoms", "has_answers"), [(1, True), (51, False)])
+def test_first_and_later_priorities_have_one_unit(num_atoms, has_answers):
+    flags = parse(f"{RECURRENT} --num_atoms {num_atoms} --replay_capacity 400 --envs_per_actor 1")
+    _, (rows, outputs, state) = nets.create_net(dqn.Net, BOX, ACTIONS, **dqn.net_arguments(flags))
+    replay = dqn.create_replay(flags, rows, outputs, state, stack_size=1)
+    assert (replay._initial_priority is not None) == has_answers
+    T = flags.unroll_length
+    rollout = {
+        n: np.zeros((T + 1, *x.shape[2:]), x.numpy().dtype) for n, x in (rows | outputs).items()
+    }
+    rollout["done"][:] = True
+    for i in range(6):
+        replay.append(0, rollout, state, first=i == 0)
+    assert set(replay.sample(2).rows) >= {"frame", "reward"}
+
+
 def test_outputs_of_a_net_are_stored_when_named(monkeypatch):
     monkeypatch.setattr(dqn, "REPLAY_KEYS", (*dqn.REPLAY_KEYS, "baseline"))
     flags = parse("--replay_capacity 200 --envs_per_actor 1")
