@@ -89,8 +89,10 @@ void ActorPool::run() {
   std::vector<std::thread> threads;
   try {
     for (size_t i = 0; i < addresses_.size(); ++i) threads.emplace_back([this, i] { act(i); });
-  } catch (const std::system_error&) {  // the system has no more threads
-    fail(std::current_exception());
+  } catch (const std::system_error& error) {
+    fail(std::make_exception_ptr(std::runtime_error(
+        "the system has no thread for each of " + std::to_string(addresses_.size()) +
+        " streams (ulimit -u, or the container's limit of processes): " + error.what())));
     Lock lock(mutex_);
     num_running_ -= addresses_.size() - threads.size();
   }
@@ -178,7 +180,7 @@ std::string ActorPool::act_for(const std::shared_ptr<IncomingStream>& stream) {
     actors_[*index].peer.clear();
   }
   if (!failure.empty() && !stop_if_closed()) {
-    events_.report_rarely(kind, "stream " + std::to_string(*index) + ": " + failure);
+    events_.report(kind, "stream " + std::to_string(*index) + ": " + failure);
   }
   {
     Lock lock(mutex_);
@@ -214,8 +216,8 @@ StreamOptions ActorPool::make_options(std::string seed, int64_t number) const {
 }
 
 void ActorPool::wait_to_reconnect(size_t index, const ServerError& error, Seconds duration) {
-  events_.report("stream " + std::to_string(index) + ": " + error.what() + "; trying again in " +
-                 seconds_text(duration));
+  const std::string who = "stream " + std::to_string(index);
+  events_.report(who, who + ": " + error.what() + "; trying again in " + seconds_text(duration));
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(duration);
   Lock lock(mutex_);
   while (!stopped_ && Clock::now() < deadline) changed_.wait_until(lock, deadline);
@@ -303,11 +305,11 @@ const rpcenv::Step& ActorPool::open(size_t index, EnvStream& stream) {
     is_first = actors_[index].num_connections++ == 0;
   }
   if (!is_first) ++num_reconnects_;
-  const std::string who = "stream " + std::to_string(index) + ": " + stream.peer();
+  const std::string who = "stream " + std::to_string(index);
   if (index >= addresses_.size()) {
-    events_.report_rarely("come", who + " has come");
+    events_.report("come", who + ": " + stream.peer() + " has come");
   } else if (!is_first) {
-    events_.report(who + " is back");
+    events_.report(who, who + ": " + stream.peer() + " is back");
   }
   return first;
 }

@@ -203,8 +203,8 @@ grpc::Status Listener::refuse_stranger(const grpc::ServerContext& context) {
       are_equal({token->second.data(), token->second.size()}, *credentials_.auth_token)) {
     return grpc::Status::OK;
   }
-  events_.report_rarely("token",
-                        "refused a stream without this learner's token, from " + peer_of(context));
+  events_.report("token",
+                 "refused a stream without this learner's token, from " + peer_of(context));
   return {grpc::StatusCode::UNAUTHENTICATED,
           std::string("this learner asks for a token, but ") +
               (token == metadata.end() ? "there is none" : "this is another one") +
@@ -221,7 +221,7 @@ grpc::Status Listener::StreamingLearner(grpc::ServerContext* context,
     if (num_streams_ >= max_streams_) {
       const std::string reason = "this learner has " + std::to_string(num_streams_) +
                                  " streams already, and no more at once (its --max_streams)";
-      events_.report_rarely("full", "refused " + peer_of(*context) + ": " + reason);
+      events_.report("full", "refused " + peer_of(*context) + ": " + reason);
       return {grpc::StatusCode::RESOURCE_EXHAUSTED, reason};
     }
     ++num_streams_;
@@ -311,7 +311,7 @@ void Listener::query(const StreamOptions& options, EnvStream::Seconds answer_tim
     Lock lock(mutex_);
     asked.erase(std::find_if(asked.begin(), asked.end(),
                              [&](const auto& item) { return item.first == stream; }));
-    if (!is_over && !failure.empty()) events_.report_rarely("query", failure);
+    if (!is_over && !failure.empty()) events_.report("query", failure);
     if (is_over || has_answer) return failure;
     if (error) check_error = error;
     has_answer = failure.empty() && !error;

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What environments say of themselves: a learner asks before it makes its net. No torch here."""
 
+import collections
 import logging
 import queue
 import threading
@@ -10,6 +11,7 @@ import libtorchbeast
 from beast.envs.spaces import row_ranges, spaces_from_json
 from beast.errors import EnvError
 from beast.processes.watchdog import PATIENCE
+from libtorchbeast.access import Throttle
 
 FIRST_LINE = 2  # seconds without an answer after which the log says so
 DIAL_LINE = 10  # seconds between two log lines while nobody has dialed in
@@ -119,6 +121,7 @@ def _collect(answers, addresses, local, listening):
     """Return the latest answers by address, None of those that dial in; log who is waited for."""
     latest, start, deadline = {}, time.monotonic(), None
     line = None if local else start + FIRST_LINE  # when the log says so
+    throttles = collections.defaultdict(Throttle)  # of addresses
     while deadline is None or time.monotonic() < deadline:
         if local is not None and not local.check():
             raise EnvError("the environment servers could not be started: see above")
@@ -145,9 +148,10 @@ def _collect(answers, addresses, local, listening):
                 advice = "; start polybeast_env.py there, or correct --server_addresses; if it is "
                 advice += "there, compare the TLS flags of both ends (SECURITY.md)"
             seconds = time.monotonic() - start
-            logging.warning(
-                "Waiting for environments, %.0f s so far: %s%s", seconds, answer, advice
-            )
+            if throttles[address].count():
+                logging.warning(
+                    "Waiting for environments, %.0f s so far: %s%s", seconds, answer, advice
+                )
         else:
             raise answer
         # Asking again would not help.

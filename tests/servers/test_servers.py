@@ -28,6 +28,7 @@ from beast.envs.spaces import check_discrete
 from beast.errors import EnvError, FlagError
 from beast.learners.learner_group import ALONE
 from beast.servers import handshakes, listening, server_processes, servers
+from libtorchbeast import access
 from libtorchbeast.spaces import spaces_to_json
 
 
@@ -107,8 +108,12 @@ def test_where_servers_differ_the_first_that_answers_counts(fake_query, monkeypa
     ended.set()
 
 
-def test_the_log_names_servers_waited_for_and_later_why(fake_query, caplog, monkeypatch):
+@pytest.mark.parametrize(("interval", "reasons"), [(0, (1, 2)), (10, (1,))])
+def test_the_log_names_servers_waited_for_and_later_why(
+    interval, reasons, fake_query, caplog, monkeypatch
+):
     monkeypatch.setattr(handshakes, "FIRST_LINE", 0)
+    monkeypatch.setattr(access, "LOG_INTERVAL", interval)
     failures = [TimeoutError(f"no environment server at host:{i} within 20 s") for i in (2, 1)]
 
     def query(address):
@@ -122,7 +127,7 @@ def test_the_log_names_servers_waited_for_and_later_why(fake_query, caplog, monk
     assert handshakes.query_servers(["host:1"], None) == {"env": "Pong"}
     first, *later = caplog.messages
     assert first == "Waiting for environment servers at host:1"
-    for i, message in zip((1, 2), later, strict=True):
+    for i, message in zip(reasons, later, strict=True):
         assert f"0 s so far: no environment server at host:{i} within 20 s" in message
         assert "start polybeast_env.py there" in message and "--server_addresses" in message
 
