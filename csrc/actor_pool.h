@@ -34,7 +34,8 @@ namespace torchbeast {
 //
 // Without `reconnect` the first failure ends run(). With it, a failing server costs only the
 // rollout under way: after a pause, longer each time, the actor connects again and begins with the
-// initial agent state. An error of the agent (a wrong shape, say) ends run() in either case.
+// initial agent state. An error of the agent that shows here (no action, say) ends run() in either
+// case; an action that a server refuses counts as the server's failure.
 //
 // Streams of a listener come and go: each is an actor for as long as it lasts.
 class ActorPool {

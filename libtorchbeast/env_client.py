@@ -27,6 +27,10 @@ earned meanwhile counts for the row in which the new one took effect (the learne
 
 `reset` instead waits for an action of the new episode; one that comes after the end has no effect.
 
+From one row to the next, so from an end to the next episode, too, at most 300 s may pass, or five
+times the learner's --stall_timeout_s if that is more. Else the learner takes the stream for lost,
+and with it the end and the rewards since its last whole rollout.
+
 The learner: polybeast.py --listen ADDRESS --envs_per_stream 1. Needs numpy, grpcio and protobuf.
 """
 

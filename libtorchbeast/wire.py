@@ -48,7 +48,7 @@ def read_stream_options(metadata):
     num_envs = read("num-envs", "[0-9]{1,9}", f"a number from 1 to {MAX_ENVS}")
     if num_envs is not None and not 1 <= int(num_envs) <= MAX_ENVS:
         raise ValueError(f"num-envs is {num_envs}; it should be from 1 to {MAX_ENVS}")
-    seed = read("seed", "[0-9]{1,20}(,[0-9]{1,20}){,31}", "up to 32 numbers separated by commas")
+    seed = read("seed", "[0-9]{1,40}(,[0-9]{1,40}){,31}", "up to 32 numbers separated by commas")
     return StreamOptions(
         num_envs and int(num_envs),
         seed and [int(number) for number in seed.split(",")],
