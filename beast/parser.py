@@ -4,6 +4,7 @@
 import argparse
 import difflib
 import math
+import os
 
 # What others call our flags, without dashes.
 ALIASES = {
@@ -40,6 +41,11 @@ ALIASES = {
     "num_episodes": "eval_episodes n_eval_episodes",
     "wandb": "track use_wandb",
 }
+
+
+def absolute_path(text):
+    """Return a path that stays the same when an environment changes the current folder."""
+    return os.path.abspath(os.path.expanduser(text))
 
 
 class Parser(argparse.ArgumentParser):
