@@ -18,7 +18,7 @@ from beast.envs import envpool_envs
 from beast.errors import EnvError, FlagError, format_cause
 from beast.learners import elastic, torchrun
 from beast.learners.compiling import check_compiler
-from beast.parser import Parser, folder_name, non_negative, positive
+from beast.parser import Parser, absolute_path, folder_name, non_negative, positive
 from beast.processes.lifetime import exit_on_signals, exit_with_parent, socket_folder, start_logging
 from beast.processes.machine import keep_freed_memory
 from beast.processes.watchdog import print_stacks_on_signal
@@ -59,7 +59,8 @@ def create_parser(program, description, without=(), env="PongNoFrameskip-v4"):
         "envpool: EnvPool's ids (docs/environment.md).")
     add(run, "xpid", type=folder_name, metavar="NAME", help="Name of the run, which is resumed if "
         "it has a checkpoint. Default: program, time, a number; with --mode test, the latest run.")
-    add(run, "savedir", default="~/logs/torchbeast", metavar="DIR", help="Folder of all runs.")
+    add(run, "savedir", default="~/logs/torchbeast", metavar="DIR", type=absolute_path,
+        help="Folder of all runs.")
     add(run, "seed", type=non_negative(int), help="Seed of environments, initial weights and "
         "action sampling. Default: random (in meta.json).")
     add(run, "checkpoint_interval_s", default=600, type=positive(float),
@@ -137,6 +138,8 @@ def parse_flags(parser, argv=None):
         torchrun.check_flags(flags)  # after flags of the checkpoint are added
     if is_elastic:
         elastic.check_completed_flags(flags, group)
+    if argv is not None and flags.mode == "train" and flags.eval_interval:
+        raise FlagError("--eval_interval starts this program anew, so main() has to be without")
     if flags.mode == "train" and flags.end_with_stdin:  # a test looks after this by itself
         exit_with_parent(sys.stdin.fileno(), lambda: os.kill(os.getpid(), signal.SIGTERM))
     return flags
@@ -263,6 +266,7 @@ def _refuse_missing_run(flags):
 def run_program(main):
     """Run a program's `main` and exit with its status; user errors are printed as one line."""
     start_logging()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else, if ignored, no status of a child is known
     # Only learner threads use more. If this one had started some, too, there would be more of them
     # than cores. Then libgomp's threads sleep between two operations instead of spinning, and an
     # update of small nets takes twice as long.

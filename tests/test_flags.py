@@ -22,7 +22,7 @@ import sac
 from beast.errors import EnvError, FlagError
 from beast.flags import LEFT_OUT, parse_flags, run_program
 from beast.parser import positive
-from beast.processes import fork_server
+from beast.processes import fork_server, lifetime
 from beast.servers import credentials, servers
 from beast.servers.addresses import consecutive_addresses, expand_addresses
 
@@ -297,6 +297,19 @@ def test_what_a_run_does_not_go_on_with_is_refused(tmp_path, saved, refused, mes
     assert parse(tmp_path, "--xpid other --env Breakout").env == "Breakout"
 
 
+def test_a_folder_of_runs_stays_where_the_current_folder_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert monobeast.parser.parse_args(["--savedir", "runs"]).savedir == str(tmp_path / "runs")
+    default = monobeast.parser.parse_args([]).savedir
+    assert default == os.path.expanduser("~/logs/torchbeast")
+
+
+def test_evaluations_are_for_programs(tmp_path):
+    with pytest.raises(FlagError, match="--eval_interval starts this program anew"):
+        parse(tmp_path, "--eval_interval 10")
+    assert parse(tmp_path, "").eval_interval == 0
+
+
 def test_a_run_keeps_its_algorithm(tmp_path):
     save(parse(tmp_path, "--xpid run --algorithm ddpg --learning_rate 1", sac.parser))
     for mode in ("train", "test"):
@@ -399,6 +412,15 @@ def test_sockets_get_a_short_folder_where_tmpdir_is_long(long_tmpdir, monkeypatc
     local = servers.LocalServers(flags, "script.py")
     assert all(len(address.removeprefix("unix:")) < 108 for address in local.addresses)
     assert list(long_tmpdir.iterdir()) == []
+
+
+def test_sockets_get_a_folder_where_the_usual_ones_are_read_only(monkeypatch):
+    def find():
+        raise FileNotFoundError("No usable temporary directory")
+
+    monkeypatch.setattr("tempfile.gettempdir", find)
+    monkeypatch.setattr("os.access", lambda path, mode: path == "/dev/shm")
+    assert lifetime.socket_folder() == "/dev/shm"
 
 
 def test_a_flag_that_servers_cannot_be_given_is_refused_by_name():

@@ -45,7 +45,7 @@ def test_the_program_learns_resumes_and_plays(tmp_path, monkeypatch, caplog, cap
     def main(arguments):
         assert reinforce.main(split_words([*where, arguments])) == 0
 
-    main("--total_steps 16000 --eval_interval 4000 --num_episodes 2")
+    main("--total_steps 16000")
     assert f"Resuming {folder} at step {step:,}" in caplog.text
     assert last_step(folder) >= 16000
     second = load(folder / "model.tar")
