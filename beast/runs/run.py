@@ -118,12 +118,12 @@ class Run:
         status, failure = "ended", ""
         try:
             self._handover.take(at_end=isinstance(error, EnvError))
-            if self._folder.evaluations:
-                self._folder.evaluations.close()
             if self._folder.checkpoints:
                 if error is None or isinstance(error, EnvError):  # what was learned is good
                     self._folder.checkpoints.save(self._learner)
                 failure = self._folder.checkpoints.failure
+            if self._folder.evaluations:
+                self._folder.evaluations.close()
             try:
                 self.tick()
             except FlagError as gone:  # its folder; the run's own error is to be seen
