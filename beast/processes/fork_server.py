@@ -56,7 +56,7 @@ def start_fork_server():
 
 def _make_socket_folder():
     """Create and return multiprocessing's folder for sockets of this process and its children."""
-    before, tempfile.tempdir = tempfile.gettempdir(), socket_folder()
+    before, tempfile.tempdir = tempfile.tempdir, socket_folder()
     try:
         return multiprocessing.util.get_temp_dir()
     finally:
@@ -115,6 +115,10 @@ def start_process(process, name):
         if not is_spawned:  # with signals open, since it waits for the fork server's imports
             process.start()
     except (EOFError, OSError, ValueError) as error:  # ValueError: too many files to send
+        if isinstance(error, FileNotFoundError) and not is_spawned:
+            # Somebody has cleaned the temporary folder. The next try starts another server.
+            os.makedirs(multiprocessing.util.get_temp_dir(), 0o700, exist_ok=True)
+            kill_fork_server()
         raise EnvError(
             f"{name} cannot be started ({error!r}): look for an error above, for free memory, and "
             "at the limits of processes and files (ulimit -u, -n)"

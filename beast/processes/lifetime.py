@@ -86,6 +86,7 @@ class StopSignals:
         elif number != signal.SIGHUP and time.monotonic() > self.time + 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+            os._exit(128 + number)  # process 1, of a container, does not end by it
 
 
 class Threads:
@@ -222,12 +223,15 @@ def socket_folder():
     Raises:
       FlagError: there is none.
     """
-    temporary = tempfile.gettempdir()
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError:  # it tries neither /dev/shm nor too long paths
+        temporary = os.environ.get("TMPDIR", "/tmp")
     for folder in (temporary, "/tmp", "/var/tmp", "/dev/shm"):
         is_short = len(os.fsencode(folder)) <= MAX_SOCKET_PATH - MAX_NAME
         if is_short and os.access(folder, os.W_OK | os.X_OK):
             return folder
     raise FlagError(
         f"TMPDIR ({temporary}) is too long for sockets, whose paths have at most "
-        f"{MAX_SOCKET_PATH} bytes, and /tmp cannot be written to: set TMPDIR to a shorter path"
+        f"{MAX_SOCKET_PATH} bytes, or cannot be written to, nor can /tmp: set it to another folder"
     )

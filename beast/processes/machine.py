@@ -217,8 +217,8 @@ def count_learners():
 
 
 def has_shared_memory(num_bytes):
-    """Return whether /dev/shm has so many bytes for each learner on this machine."""
-    return num_bytes <= 0.95 * _free_bytes()
+    """Return whether memory and /dev/shm have so many bytes for each learner on this machine."""
+    return num_bytes <= 0.95 * min(_free_bytes(), count_memory())
 
 
 def _free_bytes():
@@ -227,7 +227,7 @@ def _free_bytes():
 
 
 def check_shared_memory(num_bytes, what, advice=""):
-    """Refuse a size for which /dev/shm has no room: writing to it would end the run by SIGBUS.
+    """Refuse a size for which there is no room: SIGBUS or SIGKILL would end the run.
 
     Raises:
       FlagError: it names `what` needs the memory, and how to get it, `advice` included.
@@ -235,8 +235,12 @@ def check_shared_memory(num_bytes, what, advice=""):
     if not has_shared_memory(num_bytes):
         num = count_learners()
         each = f" for each of {num} learners" if num > 1 else ""
+        free, place, remedy = min(
+            (_free_bytes(), "/dev/shm", "enlarge it (mount -o remount,size=... /dev/shm; in "
+             "Docker: docker run --shm-size=...)"),
+            (count_memory(), "memory", "raise its limit, if it has one"),
+        )  # fmt: skip
         raise FlagError(
-            f"{what} need {num_bytes / 2**20:,.0f} MiB of shared memory, but /dev/shm has "
-            f"{_free_bytes() / 2**20:,.0f} MiB left{each}: enlarge it "
-            f"(mount -o remount,size=... /dev/shm; in Docker: docker run --shm-size=...){advice}"
+            f"{what} need {num_bytes / 2**20:,.0f} MiB of shared memory, but {place} has "
+            f"{free / 2**20:,.0f} MiB left{each}: {remedy}{advice}"
         )

@@ -247,7 +247,7 @@ class Supervisor:
                 message = child.pipe.recv()
                 if message[0] == "error":
                     child.failure = message[1]
-                    sys.stderr.write("".join(message[2:]))
+                    print(*message[2:], sep="", end="", file=sys.stderr)  # which may be closed
                     break
                 yield child, message
                 if not is_dead or child not in children:

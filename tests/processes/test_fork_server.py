@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Children of the fork server import the program; who edits it meanwhile is told."""
+"""Children of the fork server import the program; who edits it meanwhile is told.
+
+Where its socket has been removed, another server takes its place."""
 
 import subprocess
 import sys
@@ -19,7 +21,12 @@ def send(pipe):
 
 
 if __name__ == "__main__":
+    import contextlib
+    import multiprocessing.util
+    import shutil
     import sys
+    import time
+    from beast.errors import EnvError
     from beast.processes.fork_server import end_process, start_fork_server, start_process
 
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
@@ -27,7 +34,13 @@ if __name__ == "__main__":
     for i in range(2):
         ours, theirs = context.Pipe()
         process = context.Process(target=send, args=(theirs,))
-        start_process(process, f"child {i}")
+        if sys.argv[1] == "clean" and i == 1:
+            shutil.rmtree(multiprocessing.util.get_temp_dir())
+        while True:  # where its socket has gone, the old server has to end first
+            with contextlib.suppress(EnvError):
+                start_process(process, f"child {i}")
+                break
+            time.sleep(0.1)
         print(ours.recv())
         end_process(process, 5)
         if sys.argv[1] == "edit":
@@ -35,7 +48,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("action", ["edit", "keep"])
+@pytest.mark.parametrize("action", ["edit", "keep", "clean"])  # of the temporary folder
 def test_a_child_with_edited_code_is_told(tmp_path, action):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)

@@ -110,6 +110,13 @@ def test_learners_of_one_machine_share_dev_shm(monkeypatch):
         check_shared_memory(4 * 2**20, "rollouts")
 
 
+def test_shared_memory_is_memory(fake):
+    fake(16, memory=100 * 2**20)
+    check_shared_memory(90 * 2**20, "rollouts")
+    with pytest.raises(FlagError, match="need 99 MiB .*, but memory has 100 MiB left: raise its"):
+        check_shared_memory(99 * 2**20, "rollouts")
+
+
 def choose_actors(arguments, has_gpu=False):
     flags = monobeast.parser.parse_args(arguments.split())
     machine.choose_actors(flags, has_gpu)
