@@ -87,8 +87,8 @@ def run_fork(name, report, arguments):
 class Campaign:
     """One run that is killed and resumed; `problems` are texts, the rest is for the table."""
 
-    def __init__(self, name, folder, dice):
-        self.name, self.folder, self.dice = name, folder, dice
+    def __init__(self, name, folder, dice, slack):
+        self.name, self.folder, self.dice, self.slack = name, folder, dice, slack
         self.run, self.temporary = folder / "runs" / "run", folder / "tmp"
         self.report = folder / "report.json"
         self.temporary.mkdir()
@@ -209,7 +209,7 @@ class Campaign:
             seconds = killed - max(self.saved["time"] if self.saved else 0, began)
             self.lost_seconds.append(seconds)
             self.lost_steps.append(max(0, self.last_step - (self.saved or {"step": 0})["step"]))
-            self.check(seconds <= INTERVAL, f"{seconds:.2f} s of training were lost")
+            self.check(seconds <= INTERVAL + self.slack, f"{seconds:.2f} s of training were lost")
 
     def check_best(self, newest):
         from program import load
@@ -242,11 +242,18 @@ def main():
     parser.add_argument("--kills", type=int, default=100, help="per program (default: 100)")
     parser.add_argument("--program", default="all", choices=["all", *FORKS])
     parser.add_argument("--seed", type=int, default=0, help="of kill times (default: 0)")
+    parser.add_argument(
+        "--slack",
+        type=float,
+        default=0,
+        help="seconds more that a kill may lose, for a slow machine (default: 0)",
+    )
     flags = parser.parse_args()
     campaigns, start = [], time.monotonic()
     for name in FORKS if flags.program == "all" else [flags.program]:
         with tempfile.TemporaryDirectory(prefix="preemption-") as folder:
-            campaign = Campaign(name, pathlib.Path(folder), random.Random(flags.seed))
+            dice = random.Random(flags.seed)
+            campaign = Campaign(name, pathlib.Path(folder), dice, flags.slack)
             campaigns.append(campaign)
             for number in range(flags.kills):
                 when = ("training", "writing", "starting", "writing", "training")[number % 5]

@@ -6,7 +6,7 @@ import signal
 
 import catch_poly  # noqa: F401 - it makes the polybeast of this process play Catch
 import pytest
-from counting import free_address
+from counting import consecutive_free_addresses, free_address
 from launcher import Torchrun
 from program import HELPERS, Program, column, last_step, load, read_rows, run
 
@@ -82,12 +82,10 @@ def test_environments_come_and_go_and_a_resumed_run_knows_them(tmp_path):
 @pytest.mark.whole
 @pytest.mark.timeout(400)
 def test_the_first_environment_tells_its_spaces_to_all_ranks(tmp_path):
-    address = free_address()
-    host, _, port = address.rpartition(":")
-    addresses = [address, f"{host}:{int(port) + 1}"]  # ranks have consecutive ports
+    addresses = consecutive_free_addresses()
     with Torchrun(
         2, "train", tmp_path, "polybeast", TRAIN, "--disable_cuda --savedir", tmp_path,
-        "--listen", address,
+        "--listen", addresses[0],
     ) as learners:  # fmt: skip
         learners.wait_until(lambda: "to dial in" in learners.output)
         with environments(addresses[1]):  # rank 0 starts as a starved one

@@ -11,6 +11,7 @@ import shutil
 import sys
 
 import pytest
+from program import ROOT
 from small_run import change, create_parser, parse, save
 
 import dqn
@@ -295,6 +296,16 @@ def test_what_a_run_does_not_go_on_with_is_refused(tmp_path, saved, refused, mes
         parse(tmp_path, f"--xpid run {refused}")
     assert parse(tmp_path, f"--xpid run {taken}").xpid == "run"
     assert parse(tmp_path, "--xpid other --env Breakout").env == "Breakout"
+
+
+@pytest.mark.parametrize("program", [monobeast, polybeast])
+def test_defaults_are_those_of_the_published_curves(program):
+    text = (ROOT / "results" / "atari" / "breakout-2" / "meta.json").read_text()
+    groups = (program.loss, program.rmsprop)
+    names = [action.dest for group in groups for action in group._group_actions]
+    assert len(names) == 10
+    for name in [*names, "batch_size", "unroll_length", "reward_clipping"]:
+        assert program.parser.get_default(name) == json.loads(text)["flags"][name], name
 
 
 def test_a_folder_of_runs_stays_where_the_current_folder_changes(tmp_path, monkeypatch):

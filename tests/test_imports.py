@@ -42,7 +42,9 @@ def import_blocked(module, *blocked):
 
 @pytest.mark.whole
 def test_each_module_of_environment_servers_needs_no_torch():
-    blocked = ("torch", "tensorboard", "nest")
+    lines = (ROOT / "requirements-dev.txt").read_text() + (ROOT / "requirements.txt").read_text()
+    blocked = {name.replace("-", "_") for name in re.findall(r"(?m)^([\w-]+)==", lines)} | {"nest"}
+    assert {"torch", "matplotlib", "pytest"} < blocked
     modules = import_blocked("polybeast_env", *blocked)
     assert "beast.servers.server_processes" in modules and "libtorchbeast.rows" in modules
     for module in [*modules, "libtorchbeast.server", "beast.servers.servers"]:

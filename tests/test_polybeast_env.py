@@ -11,7 +11,7 @@ import subprocess
 import catch_env
 import numpy as np
 import pytest
-from counting import free_address
+from counting import consecutive_free_addresses, free_address
 from deadline import Thread
 from program import HELPERS, Program, run
 from stream import EnvironmentFailed, Stream
@@ -199,11 +199,12 @@ def test_one_hanging_environment_does_not_end_the_others(tmp_path):
 
 @pytest.mark.whole
 def test_what_cannot_be_served_ends_it_with_a_reason(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]  # that of the second server
+    first, second = consecutive_free_addresses()
+    port = int(second.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", port)):
         in_use = f"cannot serve on 127.0.0.1:{port}: Address already in use, by another program; "
         for env, address, message in (
-            ("Catch", f"127.0.0.1:{port - 1}", f"{in_use}end it, or choose another port"),
+            ("Catch", first, f"{in_use}end it, or choose another port"),
             ("Old", f"unix:{tmp_path}/socket", "step 1: .* the old Gym API: return terminated and"),
         ):
             status, output = run(CATCH, "--env", env, "--server_address", address)

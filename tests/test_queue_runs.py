@@ -376,8 +376,9 @@ WAIT = 'wait_for("go")'
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_passed_on_and_leaves_no_process(queue, read, tmp_path, number):
     body = """
+pid, log = os.getpid(), write
+write = lambda what: os.getpid() == pid and log(what)
 if os.fork() == 0:  # a run has processes of its own, which may take a moment longer
-    write = lambda what: None
     time.sleep(100)
 """
     with queue(body + WAIT, ONE_SLOT, "r{n=1,2,3}") as program:

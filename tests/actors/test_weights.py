@@ -116,7 +116,7 @@ def test_weights_that_another_process_reads_are_never_torn(num_slots):
         weights.publish(model)  # as fast as it goes
     assert pipe.poll()
     num_versions, torn = pipe.recv()
-    assert num_versions > 100 and torn == 0  # many, though how many the machine decides
+    assert num_versions > 10 and torn == 0  # many, though how many the machine decides
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

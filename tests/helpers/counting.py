@@ -107,6 +107,25 @@ def free_address(ip="127.0.0.1"):
         return f"{ip}:{probe.getsockname()[1]}"
 
 
+def consecutive_free_addresses(ip="127.0.0.1"):
+    while True:
+        with socket.create_server((ip, 0)) as first:
+            port = first.getsockname()[1]
+            try:
+                socket.create_server((ip, port + 1)).close()
+            except (OSError, OverflowError):
+                continue
+            return [f"{ip}:{port}", f"{ip}:{port + 1}"]
+
+
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:  # it is switched off, though Python knows it
+        return False
+    return True
+
+
 class ServerProcess:
     """A server of Counting in a process of its own."""
 

@@ -400,7 +400,7 @@ def test_closing_ends_everything_whatever_streams_do(moment):
         rig.close()
     port.close()
     port.close()
-    """, 30)  # fmt: skip
+    """)  # fmt: skip
 
 
 @pytest.mark.parametrize("moment", ["nobody", "waiting", "playing"])

@@ -11,7 +11,7 @@ from concurrent import futures
 import grpc
 import pytest
 from catch_env import Catch
-from counting import Counting, make_first, make_step
+from counting import Counting, has_ipv6, make_first, make_step
 from deadline import DEADLINE, Thread, wait_until
 from rig import Rig, act_zero
 from stream import OPTIONS, make_many
@@ -112,7 +112,7 @@ def test_connections_that_are_closed_keep_nobody_out():
             host, _, number = port.address.rpartition(":")
             socket.create_connection((host, int(number))).close()
         with dialing(port):
-            assert Thread(port.listener.query).result(20)["num_envs"] == 1
+            assert Thread(port.listener.query).result(DEADLINE)["num_envs"] == 1
 
 
 def test_slow_environments_keep_others_from_no_query():
@@ -122,7 +122,7 @@ def test_slow_environments_keep_others_from_no_query():
         for _ in range(8):  # all that are asked at the same time
             stack.enter_context(Dialed(port)).hello()
         stack.enter_context(dialing(port))
-        assert querying.result(20)["num_envs"] == 1
+        assert querying.result(DEADLINE)["num_envs"] == 1
 
 
 def test_a_query_without_an_answer_ends_when_a_pool_begins():
@@ -138,7 +138,7 @@ def test_a_query_without_an_answer_ends_when_a_pool_begins():
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_strangers_fill_one_line_of_the_log_and_then_another(host):
-    if ":" in host and not socket.has_ipv6:
+    if ":" in host and not has_ipv6():
         pytest.skip("no IPv6")
     with Port(auth_token=TOKEN, host=host) as port:
         for token in (None, TOKEN[:-1], TOKEN + "x", *["another"] * 17):

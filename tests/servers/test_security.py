@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import pytest
 from catch_env import Catch
-from counting import Counting, free_address
+from counting import Counting, free_address, has_ipv6
 from deadline import DEADLINE, Thread, wait_until
 from old_env import Counted, Old
 from program import HELPERS, ROOT, Program, last_step
@@ -91,7 +91,7 @@ def both(folders, *args, **kwargs):
 @pytest.mark.parametrize("address", [ANY_PORT, "unix:{}/socket", "localhost:0", "[::1]:0"])
 @pytest.mark.parametrize("how", ["tls", "token", "both"])
 def test_tls_and_token_work_with_the_learners_core(folders, tmp_path, address, how):
-    if "::1" in address and not socket.has_ipv6:
+    if "::1" in address and not has_ipv6():
         pytest.skip("no IPv6")
     theirs, ours = both(folders, token_file=None if how == "tls" else "token")
     if how == "token":
@@ -347,7 +347,7 @@ def test_hostile_streams_neither_crash_nor_disturb(target, num_streams, monkeypa
             return wait_for_goal(target, [number + hostile.SLACK for number in goal])
         end, seen = time.monotonic() + 1.5, []
         wait_until(lambda: seen.append(target.resources()) or time.monotonic() > end)
-        return tuple(map(min, *seen))
+        return tuple(map(min, zip(*seen, strict=True)))
 
     monkeypatch.setattr(hostile, "settle", settle)
     monkeypatch.setattr(hostile.Environments, "interval", 3)

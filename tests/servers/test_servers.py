@@ -17,7 +17,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from catch_env import Catch
-from counting import FakeServer, obey
+from counting import FakeServer, has_ipv6, obey
 from deadline import wait_until
 from old_env import Old
 from stream import ServerThread, make_many, serving
@@ -265,7 +265,7 @@ def test_local_servers_get_the_learners_flags_but_no_secret(monkeypatch):
     assert len(served) > 12 and served == {name: getattr(flags, name) for name in served}
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
 def test_all_addresses_are_those_of_both_protocols():
     flags = SimpleNamespace(listen="[::]:0", max_streams=4)
     with listening.listen(flags, {}, ALONE) as port:
