@@ -116,8 +116,8 @@ def describe_mixtures(groups):
     """Return a line for each setting in which runs of one agent, or ids of one game, differ."""
     envs = {}
     for run in itertools.chain(*groups.values()):
-        env = run.meta["flags"]["env"]
-        envs.setdefault(name_game(run), {})[env] = None
+        game = name_game(run)
+        envs.setdefault(game, {})[run.meta["flags"]["env"]] = None
     lines = [f"{game} is of {', '.join(ids)}" for game, ids in envs.items() if len(ids) > 1]
     for label, runs in groups.items():
         names = dict.fromkeys(name for run in runs for name in run.settings if name != "env")

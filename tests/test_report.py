@@ -3,6 +3,7 @@
 
 import csv
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -190,6 +191,11 @@ def write(folder, text):
     return folder / "scores.csv"
 
 
+def without_meta(run):
+    (pathlib.Path(run.partition("=")[2]) / "meta.json").unlink()
+    return run
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [(lambda runs, _: runs[:-1], "new needs as many runs of each game: beam_rider 1, pong 2"),
@@ -200,6 +206,7 @@ def write(folder, text):
      (lambda runs, path: [write_run(path / "x", "MinAtar/Breakout-v0", [1, 2])],
       "no scores of MinAtar/Breakout-v0: give others by --scores"),
      (lambda runs, path: [write_run(path / "x", None, [1, 2])], "meta.json, which names the game"),
+     (lambda runs, path: [without_meta(runs[0])], "meta.json, which names the game"),
      (lambda runs, path: [*runs, "--scores", path / "none.csv"], "cannot read .*none.csv"),
      (lambda runs, path: [*runs, "--scores", write(path, "game,low,high\n\npong,nan,1\n")],
       "a score of pong is no number"),
