@@ -171,7 +171,7 @@ class Campaign:
                 worker.connected = True
         event = r" stream (\d+): (?:the|no|refused: the) environment server at"
         if match := re.search(event, line):
-            self.system.workers[int(match[1])].connected = line.endswith(" is back")
+            self.system.workers[int(match[1])].connected = " is back" in line
         for fault in self.faults:
             if fault.targets and fault.named is None and re.search(fault.pattern, line):
                 fault.named = now

@@ -26,6 +26,7 @@ constexpr auto kMaxGap = std::chrono::seconds(10);  // longer between two checks
 constexpr Seconds kFirstPause{0.1};                 // before reconnecting; doubles each time
 constexpr Seconds kLongestPause{30};
 constexpr int64_t kEnoughRollouts = 10;  // after these the pause is short again
+constexpr int kLinesAtOnce = 10;         // of a stream's losses, and of its returns
 
 // The action among an agent's outputs: a bare array, the first item of a tuple, or a dict's
 // "action".
@@ -217,7 +218,9 @@ StreamOptions ActorPool::make_options(std::string seed, int64_t number) const {
 
 void ActorPool::wait_to_reconnect(size_t index, const ServerError& error, Seconds duration) {
   const std::string who = "stream " + std::to_string(index);
-  events_.report(who, who + ": " + error.what() + "; trying again in " + seconds_text(duration));
+  events_.report(who + " lost",
+                 who + ": " + error.what() + "; trying again in " + seconds_text(duration),
+                 kLinesAtOnce);
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(duration);
   Lock lock(mutex_);
   while (!stopped_ && Clock::now() < deadline) changed_.wait_until(lock, deadline);
@@ -309,7 +312,7 @@ const rpcenv::Step& ActorPool::open(size_t index, EnvStream& stream) {
   if (index >= addresses_.size()) {
     events_.report("come", who + ": " + stream.peer() + " has come");
   } else if (!is_first) {
-    events_.report(who, who + ": " + stream.peer() + " is back");
+    events_.report(who + " back", who + ": " + stream.peer() + " is back", kLinesAtOnce);
   }
   return first;
 }

@@ -20,13 +20,14 @@ class EventLog {
   // `state`, if given, returns what next() adds to an event.
   explicit EventLog(std::function<std::string()> state = nullptr) : state_(std::move(state)) {}
 
-  // Others cause them, who could fill the disk: of each kind, next() returns one in kInterval, the
-  // latest, with the number of events.
-  void report(const std::string& kind, std::string event) {
+  // Of each kind next() returns `num_at_once` events at once, and from then on one in kInterval:
+  // the latest, with their number. Peers cause events, and could fill the disk.
+  void report(const std::string& kind, std::string event, int num_at_once = 1) {
     {
       Lock lock(mutex_);
       Kind& of_kind = kinds_[kind];
       ++of_kind.count;
+      of_kind.burst = (num_at_once - 1) * kInterval;
       of_kind.latest = std::move(event);
     }
     changed_.notify_all();
@@ -53,6 +54,7 @@ class EventLog {
     int64_t count = 0;  // events since the last line
     std::string latest;
     Clock::time_point next_line{};  // no line before
+    Clock::duration burst{};        // earlier time without lines that counts
   };
 
   std::optional<std::string> wait() {
@@ -65,7 +67,7 @@ class EventLog {
         if (kind.count == 0) continue;
         wake = std::min(wake, kind.next_line);
         if (!closed_ && now < kind.next_line) continue;
-        kind.next_line = now + kInterval;
+        kind.next_line = std::max(kind.next_line, now - kind.burst) + kInterval;
         const int64_t count = std::exchange(kind.count, 0);
         return (count > 1 ? std::to_string(count) + " events, the latest: " : "") + kind.latest;
       }

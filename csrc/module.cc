@@ -390,7 +390,7 @@ PYBIND11_MODULE(_C, m) {
            "For each stream its index, whom it is with, what it waits for (a key of waits(), or "
            "\"connection\") and how many seconds it has done so.")
       .def("next_event", &next_event<ActorPool>,
-           "Wait for the next log line about a server that was lost or is back. Raises "
+           "Wait for the next log line about streams, which may stand for several events. Raises "
            "StopIteration after the end of run().");
 
   m.def(
