@@ -132,14 +132,21 @@ def parse_flags(parser, argv=None):
         raise FlagError(f"this runs on Linux only, not on {sys.platform}")
     is_elastic = getattr(flags, "elastic", None) is not None
     group = elastic.join_group(flags) if is_elastic else torchrun.join_group(flags)
+    savedir = flags.savedir  # other machines may have another one
     flags = group.from_rank_0(lambda: _fill_in(parser, argv, flags))
+    flags.savedir = savedir
     flags.rank, flags.num_learners = group.rank, group.size
     if group.by_torchrun:
         torchrun.check_flags(flags)  # after flags of the checkpoint are added
     if is_elastic:
         elastic.check_completed_flags(flags, group)
-    if argv is not None and flags.mode == "train" and flags.eval_interval:
-        raise FlagError("--eval_interval starts this program anew, so main() has to be without")
+    script = getattr(sys.modules["__main__"], "__file__", None) or "Python"
+    if flags.mode == "train" and flags.eval_interval and argv is not None:
+        if os.path.basename(script) != flags.program:
+            raise FlagError(
+                f"--eval_interval is {flags.eval_interval:,}, at which {script} would start anew: "
+                "give main() --eval_interval 0"
+            )
     if flags.mode == "train" and flags.end_with_stdin:  # a test looks after this by itself
         exit_with_parent(sys.stdin.fileno(), lambda: os.kill(os.getpid(), signal.SIGTERM))
     return flags

@@ -316,7 +316,7 @@ def test_a_folder_of_runs_stays_where_the_current_folder_changes(tmp_path, monke
 
 
 def test_evaluations_are_for_programs(tmp_path):
-    with pytest.raises(FlagError, match="--eval_interval starts this program anew"):
+    with pytest.raises(FlagError, match="at which .* would start anew: give main.. --eval_int"):
         parse(tmp_path, "--eval_interval 10")
     assert parse(tmp_path, "").eval_interval == 0
 

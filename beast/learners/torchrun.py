@@ -77,7 +77,8 @@ def join_group(flags):
     group = LearnerGroup(rank, size, device, Start(store, rank, size))
     group.local_rank = int(variables["LOCAL_RANK"])
     group.check_same("device", device)
-    group.check_same("command line", {k: v for k, v in vars(flags).items() if k != "program"})
+    same = {k: v for k, v in vars(flags).items() if k not in ("program", "savedir")}
+    group.check_same("command line", same)
     group.check_same("commit", describe_code())
     learner_group.set_current(group)
     return group

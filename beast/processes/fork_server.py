@@ -116,7 +116,8 @@ def start_process(process, name):
             process.start()
     except (EOFError, OSError, ValueError) as error:  # ValueError: too many files to send
         if isinstance(error, FileNotFoundError) and not is_spawned:
-            # Somebody has cleaned the temporary folder. The next try starts another server.
+            # Somebody has cleaned the temporary folder. The next try starts another server; all
+            # children of this one count as dead, and are replaced.
             os.makedirs(multiprocessing.util.get_temp_dir(), 0o700, exist_ok=True)
             kill_fork_server()
         raise EnvError(

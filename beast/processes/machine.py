@@ -47,9 +47,10 @@ def count_memory():
         limit, used = limit or old_limit, used or old_used or 0
         if limit not in ("", "max"):
             stat = dict(line.split() for line in stat.splitlines())
-            # Files in memory count as used, but those not read lately make room.
-            cache = stat.get("total_inactive_file", stat.get("inactive_file", 0))
-            free.append(max(0, int(limit) - max(0, int(used) - int(cache))))
+            # Files in memory count as used, but make room.
+            names = "inactive_file", "active_file"
+            cache = sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in names)
+            free.append(max(0, int(limit) - max(0, int(used) - cache)))
     return min(free) // count_learners()
 
 
@@ -101,7 +102,7 @@ def choose_actors(flags, has_gpu):
 
 
 def fit_actors(flags, rollout_bytes):
-    """Lower num_actors and num_buffers, if not given, to fit into /dev/shm."""
+    """Lower num_actors and num_buffers, if not given, to fit into shared memory."""
     wanted = flags.num_actors
     if flags.deterministic or not {"num_actors", "num_buffers"} <= set(flags.chosen):
         return
@@ -110,7 +111,7 @@ def fit_actors(flags, rollout_bytes):
         flags.num_buffers -= flags.envs_per_actor
     if flags.num_actors < wanted:
         logging.warning(
-            f"/dev/shm has no room for the rollouts of {wanted} actors: --num_actors is "
+            f"Shared memory has no room for the rollouts of {wanted} actors: --num_actors is "
             f"{flags.num_actors}"
         )
 

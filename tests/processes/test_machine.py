@@ -78,6 +78,7 @@ USED_V1 = {
         ("0::/a", {"a/memory.max": str(8 * GIB)}, 8),
         ("0::/a", USED, 3),
         ("0::/a", USED | {"a/memory.stat": f"anon 1\ninactive_file {2 * GIB}\nshmem 1"}, 5),
+        ("0::/a", USED | {"a/memory.stat": f"inactive_file {GIB}\nactive_file {GIB}"}, 5),
         ("0::/a", USED | {"a/memory.current": str(9 * GIB)}, 0),
         ("0::/a/b", USED | {"a/b/memory.max": str(6 * GIB), "a/b/memory.current": "0"}, 3),
         ("4:memory:/a", {"memory/a/memory.limit_in_bytes": str(3 * GIB)}, 3),
@@ -111,10 +112,10 @@ def test_learners_of_one_machine_share_dev_shm(monkeypatch):
 
 
 def test_shared_memory_is_memory(fake):
-    fake(16, memory=100 * 2**20)
-    check_shared_memory(90 * 2**20, "rollouts")
-    with pytest.raises(FlagError, match="need 99 MiB .*, but memory has 100 MiB left: raise its"):
-        check_shared_memory(99 * 2**20, "rollouts")
+    fake(16, memory=10 * 2**20)
+    check_shared_memory(9 * 2**20, "rollouts")
+    with pytest.raises(FlagError, match="need 10 MiB .*, but memory has 10 MiB left: raise its"):
+        check_shared_memory(10 * 2**20, "rollouts")
 
 
 def choose_actors(arguments, has_gpu=False):
