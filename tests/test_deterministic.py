@@ -2,6 +2,7 @@
 """Runs with one seed: the same with --deterministic; a resumed run plays other games."""
 
 import shutil
+import sys
 
 import pytest
 import torch
@@ -97,7 +98,8 @@ def test_what_does_not_go_with_it_is_refused(arguments, message):
 @pytest.mark.parametrize(
     ("program", "arguments"), [(monobeast, ["--batch_size", "16"]), (ppo, []), (gala, [])]
 )
-def test_evaluations_beside_it_are_refused_at_once(program, arguments, tmp_path):
+def test_evaluations_beside_it_are_refused_at_once(program, arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", program.__file__, raising=False)
     where = ["--env", "CartPole-v1", "--savedir", str(tmp_path)]
     with pytest.raises(FlagError, match="--eval_interval .* leave out one of them"):
         program.main([*where, "--deterministic", *arguments, "--eval_interval", "1000"])

@@ -188,7 +188,7 @@ def test_a_stream_reconnects_with_a_new_seed_and_longer_pauses(start):
     assert all(seed.startswith("7") for seed in seeds) and len(set(seeds)) == len(seeds)
 
 
-def test_a_stream_that_is_lost_all_the_time_does_not_fill_the_log(start):
+def test_a_stream_that_is_always_lost_does_not_fill_the_log(start):
     steps = [make_step(1)] * (10 * T)  # after ten rollouts the pause is short again
     server = start(FakeServer(say(make_first(1), *steps)))
     rig = start(Rig([server.address], act_zero, (), reconnect=True))
