@@ -29,8 +29,8 @@ from beast.runs.curves import (
 )
 from beast.runs.statistics import show
 
-COLORS = ["#0072b2", "#d55e00", "#008060", "#b0478f", "#a87900", "#6b5b50"]
-DASHES = ["", "6 3", "2 2"]  # of the first six curves, of the next six, ...
+COLORS = ["#0072b2", "#d55e00", "#008060", "#b0478f", "#a87900", "#6b5b50", "#1a1a1a", "#56b4e9"]
+DASHES = ["", "6 3", "2 2"]  # of the first eight curves, of the next eight, ...
 COLUMNS = 4  # of panels below the curves in the picture
 
 
