@@ -120,12 +120,15 @@ def test_a_log_whose_file_is_gone_stale_raises_nothing(tmp_path, caplog, monkeyp
     file.close()
 
 
-def test_tensorboard_drops_events_beyond_the_step(tmp_path):
+def test_tensorboard_drops_events_beyond_the_step(tmp_path, monkeypatch):
     file = EventFile(tmp_path, 0)
     for step in (100, 200, 300):
         file.write(step, {"loss": step / 2, "return": 1})
         assert read_events(tmp_path)[-1] == (step, step / 2)  # at once
     file.close()
+    # TensorBoard reads files by their names: a second, a process, a count, where 10 is before 9.
+    next_second = time.time() + 1
+    monkeypatch.setattr(atomic_files.time, "time", lambda: next_second)
     file = EventFile(tmp_path, 200)
     file.write(250, {"loss": 7.0})
     file.close()
