@@ -126,7 +126,7 @@ def test_tensorboard_drops_events_beyond_the_step(tmp_path, monkeypatch):
         file.write(step, {"loss": step / 2, "return": 1})
         assert read_events(tmp_path)[-1] == (step, step / 2)  # at once
     file.close()
-    # TensorBoard reads files by their names: a second, a process, a count, where 10 is before 9.
+    # TensorBoard sorts files by their names (second, host, process, count) as text: 10 is before 9.
     next_second = time.time() + 1
     monkeypatch.setattr(atomic_files.time, "time", lambda: next_second)
     file = EventFile(tmp_path, 200)
