@@ -76,7 +76,7 @@ def create_env(flags):
     return gym_envs.create(flags)
 
 
-def run_server(flags, address, seed=(0,), started=None, stop_signals=(), busy_since=None):
+def run_server(flags, address, seed, started, stop_signals, busy_since):
     """Run a server in this process until it is stopped.
 
     Args:

@@ -258,7 +258,7 @@ class Queue:
         self._path = runs[0].savedir / "queue" / "queue.csv"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self._path.with_suffix(".lock"), "w")  # noqa: SIM115 - until the end
+            self._lock = open(self._path.with_suffix(".lock"), "w")  # until the end
             lock_file(self._lock)
             lines = self._path.read_text().splitlines() if self._path.exists() else []
         except OSError as error:

@@ -29,9 +29,9 @@ except ImportError:
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from machine import print_header  # noqa: E402
+from machine import print_header
 
-import atari_wrappers  # noqa: E402
+import atari_wrappers
 
 NUM_VECTOR_ENVS = 8
 os.environ.setdefault("OPENCV_FOR_THREADS_NUM", "1")  # before OpenCV is imported

@@ -21,8 +21,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from machine import print_header  # noqa: E402
-from transport import (  # noqa: E402
+from machine import print_header
+from transport import (
     BATCH_SIZE,
     QUEUE_SIZE,
     UNROLL_LENGTH,
@@ -31,7 +31,7 @@ from transport import (  # noqa: E402
     measure,
 )
 
-from beast.processes.lifetime import exit_with_parent  # noqa: E402
+from beast.processes.lifetime import exit_with_parent
 
 SIZES = [8, 32, 128, 512, 1024, 2048, 4096]
 ENVS_PER_STREAM, MAX_STREAMS = 32, 64

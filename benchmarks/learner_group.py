@@ -21,18 +21,18 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import gymnasium as gym  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from machine import print_header  # noqa: E402
-from net import NUM_ACTIONS, make_batch  # noqa: E402
+import gymnasium as gym
+import numpy as np
+import torch
+from machine import print_header
+from net import NUM_ACTIONS, make_batch
 
-import polybeast  # noqa: E402
-from beast.actors.weights import LocalWeights  # noqa: E402
-from beast.learners import torchrun  # noqa: E402
-from beast.learners.devices import choose_precision  # noqa: E402
-from beast.learners.learner import Learner  # noqa: E402
-from beast.processes.machine import keep_freed_memory  # noqa: E402
+import polybeast
+from beast.actors.weights import LocalWeights
+from beast.learners import torchrun
+from beast.learners.devices import choose_precision
+from beast.learners.learner import Learner
+from beast.processes.machine import keep_freed_memory
 
 
 def measure(arguments):

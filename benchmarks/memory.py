@@ -19,10 +19,10 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import ale_py  # noqa: E402
-import torch  # noqa: E402
-from ab import read_rows  # noqa: E402
-from machine import descendants, print_header  # noqa: E402
+import ale_py
+import torch
+from ab import read_rows
+from machine import descendants, print_header
 
 START_SECONDS = (
     300  # within which a program has written two rows of its log, on a loaded machine too

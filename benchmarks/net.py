@@ -23,21 +23,21 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import gymnasium as gym  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from machine import print_header  # noqa: E402
+import gymnasium as gym
+import numpy as np
+import torch
+from machine import print_header
 
-import polybeast  # noqa: E402
-from beast.envs.spaces import empty_observation  # noqa: E402
-from beast.learners.devices import (  # noqa: E402
-    DeviceCopies,  # noqa: E402
+import polybeast
+from beast.envs.spaces import empty_observation
+from beast.learners.devices import (
+    DeviceCopies,
     autocast,
-    get_device,  # noqa: E402
+    get_device,
     to_float32,
 )
-from beast.nest import map_nest  # noqa: E402
-from beast.processes.machine import keep_freed_memory  # noqa: E402
+from beast.nest import map_nest
+from beast.processes.machine import keep_freed_memory
 
 NUM_ACTIONS = 6  # of Pong
 

@@ -34,18 +34,18 @@ import uuid
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import ale_py  # noqa: E402
-import gymnasium as gym  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from machine import print_header  # noqa: E402
-from whole import measure_whole  # noqa: E402
+import ale_py
+import gymnasium as gym
+import numpy as np
+import torch
+from machine import print_header
+from whole import measure_whole
 
-import dqn  # noqa: E402
-import monobeast  # noqa: E402
-import ppo  # noqa: E402
-import sac  # noqa: E402
-from beast.processes.machine import count_cores  # noqa: E402
+import dqn
+import monobeast
+import ppo
+import sac
+from beast.processes.machine import count_cores
 
 START_SECONDS = 120  # that a program may take to its first update
 STOP_SECONDS = 15  # to end by itself

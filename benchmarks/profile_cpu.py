@@ -28,10 +28,10 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from ab import read_rows  # noqa: E402
-from machine import cpu_seconds, descendants, print_header  # noqa: E402
+import numpy as np
+import torch
+from ab import read_rows
+from machine import cpu_seconds, descendants, print_header
 
 WORKERS = {"monobeast": "actor", "polybeast": "server"}
 PY_SPY = "py-spy==0.4.3"

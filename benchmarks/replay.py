@@ -26,11 +26,11 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from machine import print_header  # noqa: E402
+import numpy as np
+import torch
+from machine import print_header
 
-from beast.learners.replay import Replay  # noqa: E402
+from beast.learners.replay import Replay
 
 T, NUM_ENVS, K, CYCLE, EPISODE = 20, 16, 4, 600, 100  # rows come again after a cycle
 APPEND_GOAL, SAMPLE_GOAL = 10_000, 20_000  # rows/s

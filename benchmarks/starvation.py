@@ -22,7 +22,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from machine import print_header  # noqa: E402
+from machine import print_header
 
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 FLAGS = "--xpid run --num_actors 1 --envs_per_actor 8 --disable_cuda --disable_checkpoint"

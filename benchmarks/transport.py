@@ -27,12 +27,12 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
-from machine import cpu_seconds, print_header, read_status  # noqa: E402
+import numpy as np
+from machine import cpu_seconds, print_header, read_status
 
-import libtorchbeast  # noqa: E402
-from beast.processes.lifetime import exit_with_parent  # noqa: E402
-from libtorchbeast.rows import DTYPES  # noqa: E402
+import libtorchbeast
+from beast.processes.lifetime import exit_with_parent
+from libtorchbeast.rows import DTYPES
 
 UNROLL_LENGTH = 20
 BATCH_SIZE, QUEUE_SIZE = 32, 64  # rollouts

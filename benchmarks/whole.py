@@ -41,27 +41,27 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import ale_py  # noqa: E402
-import gymnasium as gym  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import transport  # noqa: E402
-from ab import run_program, steps_per_second  # noqa: E402
-from machine import print_header  # noqa: E402
-from net import rate_of, rate_of_inference, rate_of_learning  # noqa: E402
+import ale_py
+import gymnasium as gym
+import numpy as np
+import torch
+import transport
+from ab import run_program, steps_per_second
+from machine import print_header
+from net import rate_of, rate_of_inference, rate_of_learning
 
-import monobeast  # noqa: E402
-import polybeast  # noqa: E402
-import polybeast_env  # noqa: E402
-from beast.actors.rollout_buffers import create_buffers, write_row  # noqa: E402
-from beast.actors.weights import LocalWeights, SharedWeights  # noqa: E402
-from beast.envs.environments import create_environments  # noqa: E402
-from beast.errors import EnvError  # noqa: E402
-from beast.flags import parse_flags  # noqa: E402
-from beast.learners.devices import choose_precision, get_device  # noqa: E402
-from beast.learners.nets import create_net  # noqa: E402
-from beast.nest import map_nest  # noqa: E402
-from beast.processes.machine import keep_freed_memory  # noqa: E402
+import monobeast
+import polybeast
+import polybeast_env
+from beast.actors.rollout_buffers import create_buffers, write_row
+from beast.actors.weights import LocalWeights, SharedWeights
+from beast.envs.environments import create_environments
+from beast.errors import EnvError
+from beast.flags import parse_flags
+from beast.learners.devices import choose_precision, get_device
+from beast.learners.nets import create_net
+from beast.nest import map_nest
+from beast.processes.machine import keep_freed_memory
 
 PROGRAMS = {"monobeast": monobeast, "polybeast": polybeast}
 

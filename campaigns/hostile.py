@@ -34,13 +34,13 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests" / "helpers")]
 
-import grpc  # noqa: E402
-from machine import descendants, print_header, read_status  # noqa: E402
+import grpc
+from machine import descendants, print_header, read_status
 
-import libtorchbeast  # noqa: E402
-from libtorchbeast import rpcenv_pb2 as pb  # noqa: E402
-from libtorchbeast import wire  # noqa: E402
-from libtorchbeast.session import Session  # noqa: E402
+import libtorchbeast
+from libtorchbeast import rpcenv_pb2 as pb
+from libtorchbeast import wire
+from libtorchbeast.session import Session
 
 NUM_THREADS = 8  # of attackers, so that learners find a free stream
 PATIENCE = 15  # seconds for operations that take much less

@@ -48,7 +48,7 @@ class Recorder:
 
     def __init__(self, path):
         self.rows = []
-        self._file = open(path, "w", newline="")  # noqa: SIM115 - until the last sample
+        self._file = open(path, "w", newline="")  # until the last sample
         self._writer = csv.DictWriter(self._file, FIELDS)
         self._writer.writeheader()
 

@@ -18,7 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from libtorchbeast import access, rpcenv_pb2, wire
-from libtorchbeast.session import PROTOCOL_VERSION, Session
+from libtorchbeast.session import Session
 
 PAUSES = (0.2, 1, 2, 4, 8)  # seconds before another attempt, by the number of failures in a row
 ENOUGH_ACTIONS = 200  # of a stream, after which the pauses are short again
@@ -202,12 +202,12 @@ class _Stream:
         try:
             call = self._calls.get()
             hello = rpcenv_pb2.Action.FromString(next(call))
-            if hello.protocol_version != PROTOCOL_VERSION:
+            if hello.protocol_version != wire.PROTOCOL_VERSION:
                 self.is_refused = True
                 self._error = (
                     f"the learner at {self._address} speaks protocol version "
-                    f"{hello.protocol_version}, but these environments speak {PROTOCOL_VERSION}: "
-                    "update the older one"
+                    f"{hello.protocol_version}, but these environments speak "
+                    f"{wire.PROTOCOL_VERSION}: update the older one"
                 )
                 yield rpcenv_pb2.Step(error=self._error).SerializeToString()
             else:

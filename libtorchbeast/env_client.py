@@ -41,7 +41,6 @@ from libtorchbeast import rpcenv_pb2, wire
 from libtorchbeast.access import split_address
 from libtorchbeast.dialer import Dialer
 from libtorchbeast.rows import Rows, read_step, write_observation
-from libtorchbeast.session import PROTOCOL_VERSION
 from libtorchbeast.spaces import space_to_dict, spaces_to_json, to_action, zero_observation
 
 ENDED = None  # what a stream is told to end, and the client once it has
@@ -251,6 +250,6 @@ class _Stream:
     def send(self, row):
         if self.is_new:
             self.is_new = False
-            self.steps.put(self._encoder.encode_first(row, PROTOCOL_VERSION, self._env))
+            self.steps.put(self._encoder.encode_first(row, self._env))
         else:
             self.steps.put(self._encoder.encode(row))

@@ -7,8 +7,6 @@ import traceback
 from libtorchbeast import rpcenv_pb2, wire
 from libtorchbeast.plain_environments import PlainEnvironments
 
-PROTOCOL_VERSION = 1
-
 
 class Session:
     """Fresh environments for each stream, stepped as one batch.
@@ -58,7 +56,7 @@ class Session:
                     environments.truncated_rows = options.truncated_rows
                 encoder = wire.RowEncoder(environments, options.newest_frame_only)
                 row = environments.initial()
-                step = encoder.encode_first(row, PROTOCOL_VERSION, self._env)
+                step = encoder.encode_first(row, self._env)
                 likeness = None if self._is_plain else row["last_action"]
                 decoder = wire.ActionDecoder(environments.num_envs, likeness)
             except BaseException:  # SystemExit, too, would leave the learner waiting

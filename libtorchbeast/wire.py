@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from libtorchbeast import MAX_ENVS, rows, rpcenv_pb2
 
+PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 256 * 2**20  # of a Step
 MAX_ACTION_BYTES = 4 * 2**20  # of an Action: with 4,096 environments, 1,024 each
 MAX_METADATA_BYTES = 8192
@@ -161,7 +162,7 @@ class RowEncoder:
         self._spaces = environments.spaces
         self._stack_size = environments.stack_size if newest_frame_only else 0
 
-    def encode_first(self, row, protocol_version, env=""):
+    def encode_first(self, row, env):
         """Return the very first row as a serialized Step with the handshake.
 
         Args:
@@ -175,7 +176,7 @@ class RowEncoder:
         else:
             self._stacks = _Stacks(frame, K)
         handshake = rpcenv_pb2.Handshake(
-            protocol_version=protocol_version,
+            protocol_version=PROTOCOL_VERSION,
             num_envs=self._num_envs,
             spaces=self._spaces,
             stack_size=self._stack_size,

@@ -34,7 +34,7 @@ def connect_four(monkeypatch):
 
 
 @pytest.fixture
-def fork(apply, load, monkeypatch):  # noqa: F811
+def fork(apply, load, monkeypatch):
     """Return MonoBeast with the diff of self-play."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     return load(apply(EXAMPLES["self_play_monobeast"]), "monobeast")
@@ -298,7 +298,7 @@ def test_the_value_of_the_next_row_counts_against_the_player(fork, connect_four)
 @pytest.mark.whole
 @pytest.mark.long
 @pytest.mark.timeout(2 * DEADLINE)
-def test_self_play_learns_to_beat_the_random_player(apply, monkeypatch, tmp_path):  # noqa: F811
+def test_self_play_learns_to_beat_the_random_player(apply, monkeypatch, tmp_path):
     fork = apply(EXAMPLES["self_play_monobeast"])
     monkeypatch.setenv("PYTHONPATH", f"{fork / 'examples'}:{os.environ.get('PYTHONPATH', '')}")
     words = (

@@ -11,7 +11,7 @@ from program import ROOT
 import monobeast
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import corrections  # noqa: E402
+import corrections
 
 T, B, A = 6, 4, 3
 LAMBDA = ("truncated", "decoupled", "m2po", "none")  # all with the same targets

@@ -34,12 +34,11 @@ class AtariEnvironments:
       num_envs: N.
       seed: an int or a sequence of ints, from which each game draws a seed of its own.
       name: put in front of error messages.
-      num_threads: that step the games. One by default, since there is a process for each core.
 
     Rows are returned in `row`, whose arrays stay the same and are overwritten by each call.
     """
 
-    def __init__(self, flags, num_envs, seed, name="environments", num_threads=1):
+    def __init__(self, flags, num_envs, seed, name="environments"):
         self.name = name
         self.num_envs = num_envs
         self.seeds = draw_seeds(seed, num_envs)
@@ -47,7 +46,7 @@ class AtariEnvironments:
         self._env_id = flags.env
         self._episodic_life = flags.episodic_life
         try:
-            self._envs, fire, self._max_frames = _make(flags, num_envs, num_threads)
+            self._envs, fire, self._max_frames = _make(flags, num_envs)
         except Exception as error:
             raise EnvError(f"{name}: cannot create the environments: {error}") from None
         self._between_lives = int(fire)  # an action: FIRE is 1 in each set that has it, no-op is 0
@@ -132,7 +131,7 @@ class AtariEnvironments:
         self.row["frame"].reshape(observations.shape)[:] = observations
 
 
-def _make(flags, num_envs, num_threads):
+def _make(flags, num_envs):
     """Return an AtariVectorEnv, whether its game waits for FIRE, and its limit in frames."""
     import ale_py  # imported here, so that other environments do not need it
     from ale_py import roms
@@ -163,7 +162,7 @@ def _make(flags, num_envs, num_threads):
     envs = AtariVectorEnv(
         spec.kwargs["game"],
         num_envs,
-        num_threads=num_threads,
+        num_threads=1,  # since there is a process for each core
         max_num_frames_per_episode=NO_LIMIT,
         repeat_action_probability=sticky_actions,
         full_action_space=flags.full_action_space or spec.kwargs.get("full_action_space", False),

@@ -59,7 +59,6 @@ class EnvPoolEnvironments:
       num_envs: N.
       seed: an int or a sequence of ints, from which each environment draws a seed of its own.
       name: put in front of error messages.
-      num_threads: that step the environments. One, since there is a process for each core.
 
     Attributes:
       game: ale-py's name of the game; None for other environments.
@@ -70,7 +69,7 @@ class EnvPoolEnvironments:
       EnvError: EnvPool is not installed, or does not make these environments.
     """
 
-    def __init__(self, flags, num_envs, seed, name="environments", num_threads=1):
+    def __init__(self, flags, num_envs, seed, name="environments"):
         self.name, self.num_envs = name, num_envs
         self.seeds = draw_seeds(seed, num_envs)
         self._env_id = flags.env
@@ -82,7 +81,7 @@ class EnvPoolEnvironments:
             warnings.filterwarnings("ignore", ".*precision lowered by casting", UserWarning)
             family = _find_family(flags.env)
             options = _atari_options(flags) if family == "atari" else {}
-            options |= {"num_envs": num_envs, "num_threads": num_threads, "seed": self.seeds}
+            options |= {"num_envs": num_envs, "num_threads": 1, "seed": self.seeds}
             self._limit = NO_LIMIT  # steps of an episode, where it is applied here
             if family in PLAIN_LIMITS:
                 self._limit = envpool.make_spec(flags.env).config.max_episode_steps

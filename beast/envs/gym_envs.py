@@ -7,7 +7,7 @@ import functools
 import gymnasium as gym
 import numpy as np
 
-from beast.envs.atari_games import is_game, is_spec_of_game  # noqa: F401 - programs use is_game
+from beast.envs.atari_games import is_game, is_spec_of_game  # programs use is_game
 from beast.envs.spaces import ACTION_MASK
 from beast.errors import FlagError
 

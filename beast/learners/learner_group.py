@@ -88,7 +88,7 @@ class LearnerGroup:
     Args:
       rank, size: of this learner, and how many there are.
       device: "cuda" or "cpu", the type of the device that the learners compute on.
-      start: a torchrun.Start, which waits for the others; None for a group of one.
+      start: a torchrun.Start, which waits for the others.
 
     Attributes:
       local_rank: among those on this machine.
@@ -99,7 +99,7 @@ class LearnerGroup:
 
     by_torchrun, local_rank = True, 0
 
-    def __init__(self, rank, size, device, start=None):
+    def __init__(self, rank, size, device, start):
         self.rank, self.size, self.name = rank, size, f"rank{rank}" if rank else ""
         self.exchange, self._start = Exchange(), start
         timeout = datetime.timedelta(seconds=TIMEOUT)
@@ -130,8 +130,6 @@ class LearnerGroup:
 
     def share_first(self, value):
         """Return the first value, of JSON, that any rank has given; None while all gave None."""
-        if self._start is None:
-            return value
         return self._start.share_first(value)
 
     def check_same(self, what, value):
@@ -153,13 +151,12 @@ class LearnerGroup:
     def barrier(self):
         """Wait until all learners are ready to train; a silent one ends the wait."""
         self._meet(dist.barrier)
-        if self._start:
-            self._start.end()
+        self._start.end()
         self.starvation.begin()
 
     def _meet(self, call):
         """Make a collective call once all ranks are ready for it."""
-        self._communicate(lambda: self._start.meet(call) if self._start else call())
+        self._communicate(lambda: self._start.meet(call))
 
     def sum(self, model, metrics):
         """Sum gradients, in place, and metrics over all learners.
@@ -192,7 +189,7 @@ class LearnerGroup:
 
     def _communicate(self, call):
         try:
-            return call()
+            call()
         except (RuntimeError, TimeoutError) as error:
             self._kill_stopped_ranks()
             reason = str(error).partition("\n")[0]

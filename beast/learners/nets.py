@@ -17,7 +17,7 @@ from beast.envs.spaces import check_discrete as check_discrete  # programs use i
 from beast.errors import FlagError
 from beast.learners import learner_group
 from beast.learners.exchange import describe_net
-from beast.learners.observations import FORBIDDEN, Observations  # noqa: F401 - programs use both
+from beast.learners.observations import FORBIDDEN, Observations  # programs use both
 from beast.nest import map_nest
 from libtorchbeast.rows import DTYPES
 

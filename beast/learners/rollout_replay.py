@@ -92,14 +92,13 @@ class RolloutReplay:
             check_memory(self._capacity * size, "--replay_rollouts", self._capacity)
             self._stored = map_nest(lambda x: x.new_empty(self._capacity, *x.shape[1:]), new)
         places = [(self._num_stored + i) % self._capacity for i in range(n)]
-        map_nest(lambda stored, x: _put(stored, places, x), self._stored, new)
+
+        def put(stored, x):  # one by one: torch has no index_put of all dtypes
+            for place, item in zip(places, x, strict=True):
+                stored[place].copy_(item)
+
+        map_nest(put, self._stored, new)
         self._num_stored += n
-
-
-def _put(stored, places, x):
-    """Write x to places of a tensor, one by one: torch has no index_put of all dtypes."""
-    for place, item in zip(places, x, strict=True):
-        stored[place].copy_(item)
 
 
 def _join(new, old):

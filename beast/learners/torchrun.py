@@ -50,7 +50,7 @@ def join_group(flags):
             f"{flags.program} is for one learner, but torchrun has started this one (RANK is "
             f"{variables['RANK']}): start it by python (docs/learners.md)"
         )
-    rank, size = _check_variables(variables)
+    rank, size, local_rank, local_size = _check_variables(variables)
     check_flags(flags)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         if flags.xpid is None:
@@ -59,7 +59,7 @@ def join_group(flags):
             )
         if flags.disable_checkpoint:
             raise FlagError("torchrun's --max-restarts needs checkpoints: no --disable_checkpoint")
-    device = _choose_gpu(flags, *(int(variables[name]) for name in VARIABLES[2:]))
+    device = _choose_gpu(flags, local_rank, local_size)
     # Else a rank that is lost would abort the others, before they have saved.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     timeout = datetime.timedelta(seconds=TIMEOUT)
@@ -75,7 +75,7 @@ def join_group(flags):
     for name in ("TORCHELASTIC_RUN_ID", *VARIABLES[:3]):
         del os.environ[name]  # processes that are started from here are no learners
     group = LearnerGroup(rank, size, device, Start(store, rank, size))
-    group.local_rank = int(variables["LOCAL_RANK"])
+    group.local_rank = local_rank
     group.check_same("device", device)
     same = {k: v for k, v in vars(flags).items() if k not in ("program", "savedir")}
     group.check_same("command line", same)
@@ -208,7 +208,7 @@ def check_flags(flags, how="under torchrun"):
 
 
 def _check_variables(variables):
-    """Return rank and size, or raise a FlagError that names contradicting variables."""
+    """Return the variables as numbers, or raise a FlagError that names contradicting ones."""
     try:
         rank, size, local_rank, local_size = (int(value) for value in variables.values())
     except (TypeError, ValueError):
@@ -229,7 +229,7 @@ def _check_variables(variables):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise FlagError(f"RANK is {rank}, but {name} is not set: start the program by torchrun")
-    return rank, size
+    return rank, size, local_rank, local_size
 
 
 def _choose_gpu(flags, local_rank, local_size):

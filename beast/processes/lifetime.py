@@ -98,7 +98,7 @@ class Threads:
       on_exit: functions that wake the threads, called when the block is left.
     """
 
-    def __init__(self, stop, on_exit=()):
+    def __init__(self, stop, on_exit):
         self._stop, self._on_exit = stop, on_exit
         self._threads, self._errors = [], []
 

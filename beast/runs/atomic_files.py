@@ -62,7 +62,7 @@ class GrowingFile:
 
     def __init__(self, path):
         self._path = path
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - kept open for appending
+        self._file = open(path, "ab", buffering=0)  # kept open for appending
         self._num_missing = 0
 
     def append(self, piece):
@@ -82,7 +82,7 @@ class GrowingFile:
         """Replace the content by function(content); return whether that was written."""
         try:
             replace_file(self._path, make_content(self._path.read_bytes()))
-            file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+            file = open(self._path, "ab", buffering=0)
             self._file.close()
             self._file = file
         except OSError as error:

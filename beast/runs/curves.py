@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads logs of runs and makes curves of them for plot.py. No torch here.
+"""Reads logs of runs and makes curves of them. No torch here.
 
 Runs that differ only in the seed are one curve: the mean of the runs, in a band from the
 lowest to the highest of them, as far as all of them go. Equal labels make one curve of any runs.

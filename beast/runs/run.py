@@ -2,7 +2,7 @@
 """A training run from its first line to its last: resuming, logs, checkpoints, signals, the end.
 
 with Run(flags, learner) as run:
-    with Threads(run.stop, on_exit=[queue.close]) as threads:
+    with run.threads(on_exit=[queue.close]) as threads:
         threads.start(batch_and_learn, flags, learner, queue, run)
         run.watch(queue)
 return run.exit_status
@@ -150,7 +150,7 @@ class Run:
         if failure and error is None and not is_wanted:
             raise FlagError(failure)
 
-    def threads(self, on_exit):
+    def threads(self, on_exit=()):
         """Return Threads that end, as does the run, when one of them fails; see Threads."""
         return Threads(self.stop, on_exit)
 

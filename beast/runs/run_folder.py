@@ -55,7 +55,7 @@ class RunFolder:
         self._earlier_meta = None  # meta.json to restore if this start is refused
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 - until the process ends
+            self._lock = open(self.path / ".lock", "a+")  # until the process ends
             lock_file(self._lock)
             for path in (NEWEST, BEST, "meta.json", "logs.csv"):  # of a process that was killed
                 (self.path / f"{path}.tmp").unlink(missing_ok=True)

@@ -62,16 +62,10 @@ def parse_flags(parser, argv=None):
 
 @contextlib.contextmanager
 def busy(busy_since):
-    """Context manager in which a server counts as silent.
-
-    Args:
-      busy_since: as of libtorchbeast.Server; or None, where nobody watches it.
-    """
-    if busy_since is not None:
-        busy_since[0] = time.monotonic()
+    """Context manager in which a server counts as silent; `busy_since` as of Server."""
+    busy_since[0] = time.monotonic()
     yield
-    if busy_since is not None:
-        busy_since[0] = 0.0
+    busy_since[0] = 0.0
 
 
 def server_main(run_server, flags, address, seed, pipe, busy_since):
@@ -194,7 +188,7 @@ class ServerProcesses:
         for address, has_served in zip(self._addresses, self._has_served, strict=True):
             if has_served and address:
                 remove_socket(address)
-            if address:
+            elif address:
                 remove_folder(address)
 
     def _create_process(self, number, num_deaths, pipe):

@@ -10,11 +10,11 @@ import sys
 ROOT = pathlib.Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "campaigns")]
 
-from faulty.environment import create_environments  # noqa: E402
-from faulty.rows import check_rows  # noqa: E402
+from faulty.environment import create_environments
+from faulty.rows import check_rows
 
-import monobeast  # noqa: E402
-from beast.runs import run  # noqa: E402
+import monobeast
+from beast.runs import run
 
 
 def act(*args):

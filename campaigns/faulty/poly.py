@@ -10,10 +10,10 @@ import sys
 ROOT = pathlib.Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "campaigns")]
 
-from faulty.rows import check_rows  # noqa: E402
+from faulty.rows import check_rows
 
-import polybeast  # noqa: E402
-from beast.runs import run  # noqa: E402
+import polybeast
+from beast.runs import run
 
 
 def learn(flags, model, batch, *others):

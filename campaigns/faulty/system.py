@@ -62,7 +62,7 @@ class Log:
     """A log file that grows."""
 
     def __init__(self, path):
-        self._file, self._rest = open(path, "rb"), b""  # noqa: SIM115
+        self._file, self._rest = open(path, "rb"), b""
 
     def new_lines(self):
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")

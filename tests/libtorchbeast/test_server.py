@@ -31,7 +31,7 @@ import atari_wrappers
 import libtorchbeast
 from beast.envs.environments import Environments
 from beast.nest import map_nest
-from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher, Server, server, session, wire
+from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher, Server, server, wire
 from libtorchbeast import rpcenv_pb2 as pb
 from libtorchbeast.rows import Rows
 
@@ -53,7 +53,7 @@ def test_old_api_without_spaces_and_with_reset_without_arguments():
     with serving(Old) as address, Stream(address) as stream:
         assert stream.handshake.num_envs == 1
         assert stream.handshake.spaces == stream.handshake.env == ""
-        assert stream.handshake.protocol_version == session.PROTOCOL_VERSION
+        assert stream.handshake.protocol_version == wire.PROTOCOL_VERSION
         column = columns(play(stream, 7))
     assert column["frame"] == [[0], [1], [2], [0], [1], [2], [0], [1]]
     assert column["reward"] == [0, 0.5, 1, 1.5, 0.5, 1, 1.5, 0.5]
@@ -348,7 +348,7 @@ def test_row_that_is_too_large_for_a_message_is_an_error(monkeypatch):
     environments = types.SimpleNamespace(num_envs=1, spaces="", stack_size=4)
     row = Rows(1).row | {"frame": np.zeros((1, 4, 20, 20), np.uint8)}  # newest frames of 400 bytes
     with pytest.raises(ValueError, match="1 environments are 20.. bytes, but .* at most 1000"):
-        wire.RowEncoder(environments, True).encode_first(row, 1)
+        wire.RowEncoder(environments, True).encode_first(row, "")
 
 
 def nested(depth):

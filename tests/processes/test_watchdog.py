@@ -48,14 +48,14 @@ def test_a_stopped_process_counts_silence_from_its_return(monkeypatch):
     monkeypatch.setattr(watchdog, "time", clock)
     now = 100.0
     lookout = Lookout()
-    for now in range(100, 120):  # noqa: B007 - read by the clock
+    for now in range(100, 120):  # read by the clock
         lookout.look()
         assert lookout.seconds_silent(90) == now - 100  # nobody watched before
         assert lookout.seconds_silent(110) == now - max(110, 100)
     now = 500
     assert lookout.seconds_silent(110) == 0
     lookout.look()
-    for now in range(500, 520):  # noqa: B007
+    for now in range(500, 520):
         lookout.look()
         assert lookout.seconds_silent(110) == now - 500
         assert lookout.seconds_silent(505) == now - 505
