@@ -379,6 +379,12 @@ def check_flags(flags):
         raise FlagError(f"--agent is {flags.agent}, but --num_agents is {flags.num_agents}")
 
 
+def resolve(flags, action_space, frames_per_step):
+    """Return the flags as this run uses them; refuse action spaces that are not Discrete."""
+    nets.check_discrete(action_space)
+    return argparse.Namespace(**vars(flags) | {"frames_per_step": frames_per_step})
+
+
 def train(flags):
     """Train until all steps are made or a signal comes; return the exit status."""
     check_flags(flags)
@@ -386,8 +392,7 @@ def train(flags):
     randomness.seed_generators([flags.seed])
     sample = sample_environment(flags, create_env)
     spaces = sample.observation_space, sample.action_space
-    nets.check_discrete(sample.action_space)
-    flags = argparse.Namespace(**vars(flags) | {"frames_per_step": sample.frame_skip})
+    flags = resolve(flags, sample.action_space, sample.frame_skip)
     net, (rows, outputs, _) = nets.create_net(Net, *spaces, **net_arguments(flags))
     make_net = functools.partial(Net, spaces[0], sample.num_actions, **net_arguments(flags))
     devices.choose_precision(flags, net, [devices.get_device(flags)])

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from beast.runs.curves import read_run  # noqa: E402
+from beast.runs.curves import read_run
 
 RETURN = "mean_game_return"  # of the last 100 whole games
 START_UPDATES = 1000  # from which on the KL divergence is looked at

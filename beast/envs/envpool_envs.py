@@ -81,7 +81,8 @@ class EnvPoolEnvironments:
             warnings.filterwarnings("ignore", ".*precision lowered by casting", UserWarning)
             family = _find_family(flags.env)
             options = _atari_options(flags) if family == "atari" else {}
-            options |= {"num_envs": num_envs, "num_threads": 1, "seed": self.seeds}
+            options |= {"num_envs": num_envs, "seed": self.seeds}
+            options["num_threads"] = 1  # since there is a process for each core
             self._limit = NO_LIMIT  # steps of an episode, where it is applied here
             if family in PLAIN_LIMITS:
                 self._limit = envpool.make_spec(flags.env).config.max_episode_steps

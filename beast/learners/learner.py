@@ -61,7 +61,7 @@ class Learner:
         self.device = next(model.parameters()).device
         self.stats = {"step": 0, "episode_returns": [], "game_returns": []}
         self.stats |= {"skipped_updates": 0, "skipped_in_a_row": 0}
-        # A first update may be skipped, and a replay be filled before it: that is no mistake.
+        # A skipped update, a replay that fills, or optimizers of each agent: that is no mistake.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         self.scheduler = map_nest(lambda o: LambdaLR(o, lambda _: decay(self.step)), optimizer)
         if self.device.type == "cpu":

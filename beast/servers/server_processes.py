@@ -62,7 +62,7 @@ def parse_flags(parser, argv=None):
 
 @contextlib.contextmanager
 def busy(busy_since):
-    """Context manager in which a server counts as silent; `busy_since` as of Server."""
+    """Make a server count as silent within; `busy_since` as of libtorchbeast.Server."""
     busy_since[0] = time.monotonic()
     yield
     busy_since[0] = 0.0
