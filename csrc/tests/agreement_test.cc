@@ -75,17 +75,6 @@ TEST(rows_must_be_alike) {
   }
 }
 
-TEST(a_first_row_that_does_not_fit_its_space_is_refused_by_name) {
-  rpcenv::Step first;
-  first.mutable_handshake()->set_num_envs(1);
-  try {
-    check_first_row("far:1", first, {{"frame", int64_array({0}, {})}});
-    CHECK(false);
-  } catch (const RefusedError& error) {
-    CHECK(contains(error.what(), "far:1"));
-  }
-}
-
 TEST(of_spaces_the_difference_is_shown) {
   const std::string space = R"({"observation": {"shape": [4, 84, 84], "type": "Box"}, "action": )";
   const std::string expected = space + R"({"n": 4}})";

@@ -169,14 +169,6 @@ TEST(concatenate_takes_parts_and_empty_ones) {
   CHECK((none.shape == Shape{0, 3}));
 }
 
-TEST(what_concatenate_gives_has_memory_of_its_own) {
-  const auto pool = new_pool();
-  const Array a = int64_array({1, 2}, {1, 2});
-  const Array copy = concatenate({{a, 0, 2}}, 1, *pool);
-  std::memset(copy.data.get(), 0, copy.num_bytes());
-  CHECK((values_of(a) == Values{1, 2}));
-}
-
 TEST(concatenate_refuses_what_does_not_fit) {
   const auto pool = new_pool();
   const Array a = int64_array({2, 2}, {1, 2, 3, 4});

@@ -43,14 +43,6 @@ TEST(options_that_make_no_sense_are_refused) {
   CHECK_THROWS(std::invalid_argument, make(1, 1, 2, std::nullopt, 0));
 }
 
-TEST(nests_without_columns_to_count_are_refused) {
-  BatchingQueue queue({}, new_pool());
-  CHECK_THROWS(std::invalid_argument, (queue.enqueue(Arrays()), 0));
-  CHECK_THROWS(std::invalid_argument, (queue.enqueue(int64_array({3}, {1, 2, 3})), 0));
-  CHECK_THROWS(std::invalid_argument, (queue.enqueue(Arrays::Tuple{range(0, 2), range(0, 3)}), 0));
-  CHECK(queue.size() == 0);
-}
-
 TEST(a_nest_of_no_columns_adds_nothing) {
   BatchingQueue queue({}, new_pool());
   queue.enqueue(int64_array({1, 0}, {}));
@@ -70,13 +62,6 @@ TEST(columns_come_in_order_in_batches_that_part_and_join_nests) {
   CHECK((next(queue) == Values{4, 5, 6, 7}));
   CHECK((next(queue) == Values{8, 9, 10, 11}));
   CHECK(queue.size() == 0);
-}
-
-TEST(a_batch_has_the_maximum_where_there_is_enough) {
-  BatchingQueue queue({1, 1, 4, std::nullopt, std::nullopt}, new_pool());
-  queue.enqueue(range(0, 6));
-  CHECK((next(queue) == Values{0, 1, 2, 3}));
-  CHECK((next(queue) == Values{4, 5}));
 }
 
 TEST(all_arrays_of_a_nest_are_parted_alike) {

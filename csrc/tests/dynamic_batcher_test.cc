@@ -192,15 +192,6 @@ TEST(calls_that_another_server_leaves_below_the_minimum_time_out_too) {
   CHECK((b->join() == Values{8, 10}));
 }
 
-TEST(outputs_are_set_once) {
-  const auto batcher = make(1, 2);
-  auto caller = call(batcher, {1});
-  const auto batch = batcher->next();
-  batch->set_outputs(batch->inputs());
-  CHECK_THROWS(std::runtime_error, (batch->set_outputs(batch->inputs()), 0));
-  CHECK((caller->join() == Values{1}));
-}
-
 TEST(outputs_that_do_not_fit_are_refused_and_may_be_set_again) {
   const auto batcher = make(1, 2);
   auto caller = call(batcher, {1, 2});
@@ -278,16 +269,6 @@ TEST(close_wakes_next_with_and_without_a_timeout) {
     join(&servers);
     CHECK_THROWS(ClosedError, caller->join());
   }
-}
-
-TEST(a_closed_batcher_takes_and_gives_nothing) {
-  const auto batcher = make(1, 1);
-  CHECK(!batcher->is_closed());
-  batcher->close();
-  CHECK(batcher->is_closed());
-  CHECK_THROWS(ClosedError, batcher->compute(columns({1})));
-  CHECK(batcher->next() == nullptr);
-  CHECK_THROWS(std::runtime_error, (batcher->close(), 0));
 }
 
 TEST(wake_ends_the_call_that_is_cancelled_and_no_other) {
