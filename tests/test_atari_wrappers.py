@@ -138,14 +138,6 @@ def test_idle_frames_after_a_reset_are_1_to_noop_max():
         assert not env.unwrapped.ale.game_over()
 
 
-def play_until_the_end(env):
-    for _ in range(3000):
-        *_, terminated, truncated, info = env.step(2)
-        if terminated or truncated:
-            return terminated, truncated, info
-    raise AssertionError("the game went on for too long")
-
-
 def test_a_lost_life_ends_the_episode_but_not_the_game():
     # A ball is lost, each time, only if FIRE was pressed.
     env = pipeline(BREAKOUT, episode_life=True, fire_reset=True)
@@ -153,7 +145,8 @@ def test_a_lost_life_ends_the_episode_but_not_the_game():
     assert info["lives"] == 5
     for lives in (4, 3, 2, 1, 0):
         frames = info["episode_frame_number"]
-        terminated, truncated, info = play_until_the_end(env)
+        steps = (env.step(2)[2:] for _ in range(3000))
+        terminated, truncated, info = next(end for end in steps if any(end[:2]))
         assert (terminated, truncated, info["lives"]) == (True, False, lives)
         assert info["game_over"] == (lives == 0)
         assert info["episode_frame_number"] > frames
@@ -188,16 +181,6 @@ def test_lives_of_zero_before_the_end_do_not_end_it_twice():
     env = EpisodicLife(FakeGame([(1, 0, False, False), (0, 0, False, False), (0, 0, True, False)]))
     env.reset()
     assert [env.step(0)[2] for _ in range(3)] == [True, False, True]
-
-
-def test_a_game_that_ends_in_the_idle_step_is_followed_by_one():
-    game = FakeGame([(2, 0, False, False), (2, 0, False, True), (3, 0, False, False)])
-    env = EpisodicLife(game)
-    env.reset()
-    assert env.step(0)[2]
-    _, info = env.reset()
-    assert game.resets == 2 and info["lives"] == 3
-    assert env.step(0)[2:4] == (False, False)
 
 
 PLAYED, LOST = (3, 1, False, False), (2, 1, False, False)

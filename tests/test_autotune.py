@@ -235,9 +235,7 @@ def test_a_trial_is_measured_and_ends_with_autotune(
         program.wait_until(lambda: list(temporary.glob("tune-*/trial/logs.csv")))
         program.wait_until(lambda: len(program.members()) >= 3)  # with actors or servers
         program.process.send_signal(number)
-        status, output = program.end()
-        program.wait_for_members()
-    assert status == (-number if number == signal.SIGKILL else 128 + number), output
+        program.finish(-number if number == signal.SIGKILL else 128 + number)
     assert list(tmp_path.iterdir()) == []
     wait_until(lambda: shared_memory() <= before)  # other programs take some for a moment
     assert number == signal.SIGKILL or list(temporary.iterdir()) == []

@@ -30,8 +30,8 @@ from program import ROOT, run
 )
 def test_a_benchmark_ends_with_a_table(command):
     name, arguments = command.split(maxsplit=1)
-    status, output = run(ROOT / "benchmarks" / name, arguments)
-    assert status == 0 and "|---|" in output, output
+    output = run(ROOT / "benchmarks" / name, arguments)
+    assert "|---|" in output, output
     assert not any(word in output for word in (" nan ", " inf "))
 
 

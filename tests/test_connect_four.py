@@ -89,16 +89,6 @@ def test_a_full_board_is_a_draw_and_a_full_column_is_forbidden(connect_four):
             assert observation["action_mask"].tolist() == [int(not x) for x in full]
 
 
-def test_each_player_sees_the_own_discs_first(connect_four):
-    env = connect_four.ConnectFour()
-    env.reset(seed=1)
-    for side, column in enumerate((3, 3, 0, 6)):
-        observation, *_ = env.step(column)
-        own, other = np.moveaxis(observation["observation"], -1, 0)
-        assert own.sum() == (side + 1) // 2 and other.sum() == side // 2 + 1
-        assert other[5 if column != 3 or side == 0 else 4, column] == 1  # the disc just dropped
-
-
 def test_games_begin_with_random_moves(connect_four):
     env = connect_four.ConnectFour(max_opening=8)
     boards = [env.reset(seed=seed)[0]["observation"] for seed in range(200)]
@@ -306,12 +296,9 @@ def test_self_play_learns_to_beat_the_random_player(apply, monkeypatch, tmp_path
         "--entropy_cost 0.005 --total_steps 200_000 --seed 1 --xpid run --savedir"
     )
     with Program(fork / "monobeast.py", words, tmp_path) as program:
-        status, output = program.end(DEADLINE)
-        program.wait_for_members()
-    assert status == 0, output
+        program.finish(seconds=DEADLINE)
     words = f"-m connect_four --xpid run --greedy --result_file {tmp_path}/result --savedir"
-    status, output = run(*words.split(), tmp_path, cwd=fork)
-    assert status == 0, output
+    run(*words.split(), tmp_path, cwd=fork)
     result = json.loads((tmp_path / "result").read_text())
     assert result["step"] >= 200_000 and result["greedy"]
     assert result["random"]["wins"] >= 180  # a random player has 100

@@ -14,7 +14,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import corrections
 
 T, B, A = 6, 4, 3
-LAMBDA = ("truncated", "decoupled", "m2po", "none")  # all with the same targets
 
 
 class Policy(torch.nn.Module):

@@ -7,7 +7,7 @@ import signal
 import catch_poly  # noqa: F401 - it makes the polybeast of this process play Catch
 import pytest
 from counting import consecutive_free_addresses, free_address
-from launcher import Torchrun
+from launcher import Torchrun, results
 from program import HELPERS, Program, column, last_step, load, read_rows, run
 
 import polybeast
@@ -60,9 +60,8 @@ def test_environments_come_and_go_and_a_resumed_run_knows_them(tmp_path):
         with environments(address):
             wait_for_streams(learner, folder, 1)
         learner.process.terminate()  # while nobody is there
-        status, output = learner.end()
-        learner.wait_for_members()
-    assert status == 128 + signal.SIGTERM and "Traceback" not in output
+        output = learner.finish(128 + signal.SIGTERM)
+    assert "Traceback" not in output
     step = load(folder / "model.tar")["step"]
     assert step == last_step(folder) > 0
     assert column(read_rows(folder), "reconnects")[-1] >= 2
@@ -98,6 +97,7 @@ def test_the_first_environment_tells_its_spaces_to_all_ranks(tmp_path):
                 learners.process.terminate()
                 learners.end()
     learners.wait_for_members()
+    assert [content["status"] for content in results(tmp_path)] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,7 @@ def test_a_learner_and_environments_with_a_token(tmp_path):
     arguments = ("--total_steps 500 --batch_size 4 --xpid run --savedir", tmp_path / "runs")
     with Program(CATCH, *arguments, "--listen", address, "--auth_token_file", token) as learner:
         learner.wait_until(lambda: "to dial in" in learner.output)
-        status, output = run(CATCH_SERVER, "--env Catch --learner", address)
-        assert status == 1
+        output = run(CATCH_SERVER, "--env Catch --learner", address, status=1)
         assert f"refused by the learner at {address}: this learner asks for a token" in output
         with environments(address, options=f"--env Catch --auth_token_file {token}"):
             status, output = learner.end()

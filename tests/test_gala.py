@@ -662,8 +662,8 @@ def test_allreduce_waits_for_agents_and_is_resumed_and_played(disturbed, gossipe
     assert float(read_rows(folder)[-1]["consensus_distance"]) < 1e-4
 
     mode = "--mode test --num_episodes 2 --agent 1"
-    status, output = run(SCRIPT, arguments_of(disturbed.savedir), exchange, mode)
-    assert status == 0 and "2 games: mean return" in output, output
+    output = run(SCRIPT, arguments_of(disturbed.savedir), exchange, mode)
+    assert "2 games: mean return" in output, output
     assert "at once, agent 1" in output  # who plays
 
 
@@ -751,8 +751,7 @@ def test_one_agent_learns_alone(tmp_path, exchange):
     arguments = f"--num_agents 1 --total_steps 200 --exchange {exchange}"
     if exchange == "gossip":  # once as a process, from images
         arguments += " --envs_per_agent 2 --frame_size 42"
-        status, output = run(SCRIPT, arguments_of(tmp_path, "PongNoFrameskip-v4"), arguments)
-        assert status == 0, output
+        run(SCRIPT, arguments_of(tmp_path, "PongNoFrameskip-v4"), arguments)
     else:
         train(tmp_path, arguments)
     assert len(agents_of(tmp_path)) == 1 and last_step(tmp_path / "run") >= 200

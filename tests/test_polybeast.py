@@ -59,9 +59,8 @@ def test_servers_whose_main_process_is_killed_are_restarted(tmp_path):
         program.wait_until(lambda: last_step(folder) > step)
         (main,) = program.members("--end_with_stdin")
         os.kill(main, signal.SIGTERM)  # upon which it ends by itself
-        status, output = program.end()
-        program.wait_for_members()
-    assert status == 1 and "main process was killed by SIGKILL" in output
+        output = program.finish(1)
+    assert "main process was killed by SIGKILL" in output
     assert output.splitlines()[-1].endswith("the environment servers have ended: see above")
     assert load(folder / "model.tar")["step"] > step
     assert traces(tmp_path) == []
@@ -253,8 +252,7 @@ def test_without_the_compiled_part_it_says_how_to_build_it(tmp_path):
         copy.parent.mkdir(exist_ok=True)
         shutil.copy(path, copy)
     arguments = "--env PongNoFrameskip-v4 --num_servers 1 --savedir runs"
-    status, output = run(tmp_path / "polybeast.py", arguments, cwd=tmp_path, TMPDIR=str(tmp_path))
-    assert status == 1
+    output = run(tmp_path / "polybeast.py", arguments, cwd=tmp_path, TMPDIR=str(tmp_path), status=1)
     assert "pip install --no-build-isolation -e ." in output and "compiled part" in output
     assert "Traceback" not in output
     assert not (tmp_path / "runs").exists()

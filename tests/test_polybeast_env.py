@@ -99,9 +99,8 @@ def test_each_server_is_a_process_and_restarted_when_killed(tmp_path):
         played.append((first_row(addresses[0]), [7, 0, 1, 0]))
         assert first_row(addresses[0], seed="1,2") == first_row(addresses[1], seed="1,2")
         os.killpg(program.pid, signal.SIGINT)  # as a terminal does
-        status, output = program.end()
-        program.wait_for_members()
-    assert status == 128 + signal.SIGINT and "KeyboardInterrupt" not in output
+        output = program.finish(128 + signal.SIGINT)
+    assert "KeyboardInterrupt" not in output
     # By default each stream of each server, and of each life of it, plays games of its own.
     for board, seed in played:
         environments = Environments(catch_env.Catch, 20, seed)
@@ -128,9 +127,7 @@ def test_no_process_and_no_socket_is_left(tmp_path, end, expected):
         with Stream(f"{address}.0") as stream:
             stream.step(choose(0, 8))
             end(program)
-            status, output = program.end()
-            program.wait_for_members()
-    assert status == expected
+            output = program.finish(expected)
     assert not os.listdir(tmp_path)
     assert "Traceback" not in output
 
@@ -183,8 +180,8 @@ def test_a_server_that_hangs_ends_with_its_program(is_learners, tmp_path):
 @pytest.mark.whole
 def test_an_environment_that_hangs_before_it_is_served_is_told(tmp_path):
     arguments = f"--env Failing-reset@{tmp_path}/marker --num_servers 1 --stall_timeout_s 0.5"
-    status, output = run(CATCH, arguments, f"--server_address unix:{tmp_path}/socket")
-    assert status == 1 and "prints its stack" in output and "in reset" in output, output
+    output = run(CATCH, arguments, f"--server_address unix:{tmp_path}/socket", status=1)
+    assert "prints its stack" in output and "in reset" in output, output
     assert re.search("(?m)^polybeast_env.py: the server of unix:.* died: .*silent for", output)
 
 
@@ -207,13 +204,12 @@ def test_what_cannot_be_served_ends_it_with_a_reason(tmp_path):
             ("Catch", first, f"{in_use}end it, or choose another port"),
             ("Old", f"unix:{tmp_path}/socket", "step 1: .* the old Gym API: return terminated and"),
         ):
-            status, output = run(CATCH, "--env", env, "--server_address", address)
-            assert status == 1
+            output = run(CATCH, "--env", env, "--server_address", address, status=1)
             assert re.search(f"(?m)^polybeast_env.py: .*{message}", output), output
             assert "Traceback" not in output and "chttp2" not in output, output  # nor gRPC's lines
     words = ["--env", "Unknown", "--server_address", f"unix:{tmp_path}/socket"]
-    status, output = run(CATCH, *words)  # of two servers that cannot be started
+    output = run(CATCH, *words, status=1)  # of two servers that cannot be started
     trace, line = output.split("polybeast_env.py: the environment: ")
-    assert status == 1 and line.strip() == "cannot create environment 0: KeyError: 'Unknown'"
+    assert line.strip() == "cannot create environment 0: KeyError: 'Unknown'"
     assert trace.count("Traceback") == 1 and "in create_env" in trace
     assert not list(tmp_path.iterdir())

@@ -104,9 +104,9 @@ def test_what_cannot_run_is_refused_before_it_starts(cluster, mark, tmp_path):
             [f"Ray: {ray.__version__}", "Ray: 1.2.3", f"Python: {platform.python_version()}"],
         ),
     ):
-        status, output = run(script, arguments, "--env Catch", PYTHONPATH=str(HELPERS))
+        output = run(script, arguments, "--env Catch", status=1, PYTHONPATH=str(HELPERS))
         *_, line = output.splitlines()
-        assert status == 1 and line.startswith("polybeast_ray.py: "), output
+        assert line.startswith("polybeast_ray.py: "), output
         assert all(message in line for message in messages), line
         assert "Traceback" not in output and not marked(mark, "catch_poly")
 
@@ -138,7 +138,7 @@ def test_what_cannot_run_ends_it_with_the_reason(cluster, mark, tmp_path):
             "a learner cannot run: .*/proc/none",
         ),
     ):
-        status, output = run(SCRIPT, start_it, words, tmp_path, "--disable_cuda --xpid run")
-        assert status == 1 and reason in output, output
+        output = run(SCRIPT, start_it, words, tmp_path, "--disable_cuda --xpid run", status=1)
+        assert reason in output, output
         assert re.match(f"polybeast_ray.py: {line}", output.splitlines()[-1]), output
         wait_until(lambda: not marked(mark, "catch_"))

@@ -113,12 +113,11 @@ def learned(case, tmp_path_factory):
     for steps in (60_000, 120_000, 240_000):
         savedir, temporary = (tmp_path_factory.mktemp(name) for name in ("learned", "temporary"))
         env = f"Failing-raise@{savedir / 'marker'}"
-        status, output = run(
+        output = run(
             case.script, case.learn, "--seed 12 --learning_rate 0.01 --entropy_cost 0.02",
             "--total_steps", steps, "--env", env, "--xpid first --savedir", savedir,
             TMPDIR=str(temporary),
         )  # fmt: skip
-        assert status == 0, output
         assert traces(temporary) == [] and (savedir / "marker").exists()
         facts = SimpleNamespace(savedir=savedir, folder=savedir / "first", env=env, steps=steps)
         if has_learned(facts):
@@ -214,9 +213,8 @@ def test_ctrl_c_ends_mode_test(case, learned):
     with Program(case.script, *arguments) as program:
         program.wait_until(lambda: "game 1:" in program.output)
         os.killpg(program.pid, signal.SIGINT)
-        status, output = program.end()
-        program.wait_for_members()
-    assert status == 128 + signal.SIGINT and "Traceback" not in output, output
+        output = program.finish(128 + signal.SIGINT)
+    assert "Traceback" not in output, output
 
 
 def test_what_cannot_be_resumed_or_tested_is_refused_at_once(case, learned, tmp_path, monkeypatch):
@@ -263,8 +261,8 @@ def test_an_error_in_the_learner_ends_the_run_with_its_traceback(case, tmp_path)
     names = {"helpers": str(HELPERS), "fork": case.fork, "program": case.name}
     script.write_text(FAILING.format(**names))
     arguments = ("--env Catch --xpid run --savedir", tmp_path)
-    status, output = run(script, case.smallest, *arguments, TMPDIR=str(tmp_path))
-    assert status == 1 and "Traceback" in output and "in learn" in output
+    output = run(script, case.smallest, *arguments, TMPDIR=str(tmp_path), status=1)
+    assert "Traceback" in output and "in learn" in output
     assert "ArithmeticError: the learner is broken" in output
     assert read_meta(tmp_path / "run")["status"] == "ArithmeticError: the learner is broken"
     assert traces(tmp_path) == []
@@ -337,9 +335,7 @@ def test_sigterm_saves_also_before_a_run_has_resumed(case, stopped, tmp_path):
     with Program(case.script, "--xpid run --savedir", tmp_path, TMPDIR=str(tmp_path)) as program:
         program.wait_until(lambda: "Flags:" in program.output)
         program.process.send_signal(signal.SIGTERM)
-        status, output = program.end()
-        program.wait_for_members()
-    assert status == 128 + signal.SIGTERM, output
+        output = program.finish(128 + signal.SIGTERM)
     assert "Traceback" not in output and traces(tmp_path) == []
     wait_until(lambda: shared_memory() <= before)  # other programs take some for a moment
     # It says of what step the checkpoint is, and this is where the run stood.
@@ -350,11 +346,10 @@ def test_sigterm_saves_also_before_a_run_has_resumed(case, stopped, tmp_path):
 
 
 def test_an_unknown_game_is_a_short_error_with_advice(case, tmp_path):
-    status, output = run(
+    output = run(
         ROOT / f"{case.name}.py", "--env PongNoFrameskipp-v4 --savedir", tmp_path / "runs",
-        TMPDIR=str(tmp_path),
+        TMPDIR=str(tmp_path), status=1,
     )  # fmt: skip
-    assert status == 1
     assert "`PongNoFrameskipp` doesn't exist. Did you mean: `PongNoFrameskip`" in output
     assert "Traceback" not in output
     assert output.strip().splitlines()[-1].startswith(f"{case.name}.py: ")
@@ -366,8 +361,7 @@ def test_pong_is_trained_and_played_with_an_lstm(case, tmp_path):
     arguments = (
         "--batch_size 4 --unroll_length 20 --total_steps 200 --use_lstm --xpid run --savedir"
     )
-    status, output = run(script, case.smallest, arguments, tmp_path)
-    assert status == 0, output
+    output = run(script, case.smallest, arguments, tmp_path)
     assert re.search(r"[1-9][\d,]* frames/s", output)
     checkpoint = load(tmp_path / "run" / "model.tar")
     assert checkpoint["step"] >= 200 and checkpoint["flags"]["env"] == "PongNoFrameskip-v4"
@@ -375,8 +369,7 @@ def test_pong_is_trained_and_played_with_an_lstm(case, tmp_path):
     if case.module is polybeast:
         return  # the same code; its deep net takes a minute for a game
     # --use_lstm is known from the checkpoint.
-    status, output = run(script, "--mode test --num_episodes 1 --savedir", tmp_path)
-    assert status == 0, output
+    output = run(script, "--mode test --num_episodes 1 --savedir", tmp_path)
     score, steps = map(float, re.search(r"game 1: return (\S+) in (\d+) steps", output).groups())
     assert -21 <= score <= 21 and steps > 500  # to 21 points, not to the first one
     assert "1 game: mean return" in output and "human-normalized" in output

@@ -280,8 +280,7 @@ while (folder / "events").read_text().count('"start"') < min(30, int(flags.seed)
     options = "--cores_per_run 10 --gpus_per_run 2"
     # Its name is no flag's, so that the value of --seed can have it.
     with queue(body, options, f"r{{n={','.join(names)}}} --seed {{n}}", script=[fake]) as program:
-        status, output = program.end()
-    assert status == 0, output
+        output = program.finish()
     assert find_overlaps(read.events()) == (4, [])
     assert {len(event["cores"]) for event in read.events()} == {10}
     assert sorted(read.starts()) == sorted(f"r{name}" for name in names)  # once each
@@ -299,8 +298,7 @@ if flags.xpid in ("r2", "r3"):
     sys.exit("no such game") if flags.xpid == "r2" else os.kill(os.getpid(), signal.SIGKILL)
 """
     with queue(body, "--cores_per_run 1 --gpus_per_run 4", "r{n=1,2,3,4,5,6}") as program:
-        status, output = program.end()
-    assert status == 1, output
+        output = program.finish(1)
     names = ["r1", "r2", "r3", "r4", "r5", "r6"]
     assert sorted(read.starts()) == names
     most, shared = find_overlaps(read.events())
@@ -343,8 +341,7 @@ def test_ended_runs_are_skipped_and_others_are_resumed(queue, read, tmp_path):
         "xpid,slot,start,end,status\nother,0,1,2,ended\nx,0,1,,running\n"
     )
     with queue("", ONE_SLOT, "r{n=1,2,3,4,5,6}") as program:
-        status, output = program.end()
-    assert status == 0, output
+        output = program.finish()
     for line in (
         "r1 skipped",
         "r6 skipped",
@@ -410,8 +407,7 @@ signal.signal(signal.SIGTERM, stop)
         program.wait_until(lambda: read.events()[-1]["what"] == "stopping")
         assert program.process.poll() is None
         (tmp_path / "saved").touch()
-        status, output = program.end()
-    assert status == 143, output
+        program.finish(143)
     assert read.statuses() == {"r1": "stopped", "r2": "waiting"}
     assert read.starts() == ["r1"]
 
@@ -437,8 +433,7 @@ if flags.xpid == "r1":
         time.sleep(5 * queue_runs.INTERVAL)
         assert read.starts() == ["r1"]  # still
         (tmp_path / "go").touch()
-        status, output = program.end()
-    assert status == 0, output
+        program.finish()
     events = [f"{event['what']} {event['xpid']}" for event in read.events()]
     assert events == ["start r1", "end r1", "start r2", "end r2"]
 
@@ -449,9 +444,7 @@ def test_processes_that_outlive_their_run_for_long_are_killed(queue, read, tmp_p
     fake.write_text("from beast import queue_runs\nqueue_runs.GRACE = 0.2\nqueue_runs.main()")
     body = "if os.fork() == 0: signal.pause()"
     with queue(body, ONE_SLOT, "r1", script=[fake]) as program:
-        status, output = program.end()
-        program.wait_for_members()
-    assert status == 0, output
+        program.finish()
     assert read.statuses() == {"r1": "ended"}
 
 

@@ -88,15 +88,6 @@ def test_densities_of_actions_are_those_of_torch(mean, log_std):
     torch.testing.assert_close(log_prob, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_the_density_of_actions_integrates_to_one():
-    actions = torch.linspace(-1 + 1e-6, 1 - 1e-6, 200_001, dtype=torch.float64)
-    u = actions.atanh()
-    normal = torch.distributions.Normal(0.5, 0.8).log_prob(u)
-    slope = 2 * (math.log(2) - u - nn.functional.softplus(-2 * u))
-    density = (normal - slope).exp()
-    assert torch.trapezoid(density, actions).item() == pytest.approx(1, abs=1e-4)
-
-
 @pytest.mark.parametrize("algorithm", sac.ALGORITHMS)
 def test_the_critics_loss_is_that_of_a_loop_over_transitions(algorithm):
     flags, sample = parse(f"--algorithm {algorithm}"), make_sample()
@@ -297,8 +288,7 @@ SMALL = "--learning_starts 100 --batch_size 32 --replay_ratio 32"
 
 
 def train(folder, name, *arguments):
-    status, output = run(SCRIPT, "sac", SMALL, *arguments, "--xpid", name, "--savedir", folder)
-    assert status == 0, output
+    run(SCRIPT, "sac", SMALL, *arguments, "--xpid", name, "--savedir", folder)
     return read_rows(folder / name), load(folder / name / "model.tar")["model_state_dict"]
 
 
@@ -352,13 +342,11 @@ def test_deterministic_runs_are_the_same_and_resume(tmp_path):
     (_, weights), (_, others) = outcomes
     assert all(torch.equal(weights[name], others[name]) for name in weights)
     arguments = "--total_steps 600 --num_env_processes 2"
-    status, output = run(SCRIPT, "sac", "--xpid one --savedir", tmp_path, arguments)
-    assert status == 0 and "The replay is filled anew" in output, output
+    output = run(SCRIPT, "sac", "--xpid one --savedir", tmp_path, arguments)
+    assert "The replay is filled anew" in output, output
     assert last_step(tmp_path / "one") >= 600
-    status, output = run(
-        SCRIPT, "sac", "--mode test --num_episodes 2 --xpid one --savedir", tmp_path
-    )
-    assert status == 0 and "2 games: mean return" in output
+    output = run(SCRIPT, "sac", "--mode test --num_episodes 2 --xpid one --savedir", tmp_path)
+    assert "2 games: mean return" in output
 
 
 @pytest.mark.whole
@@ -371,6 +359,5 @@ def test_a_run_survives_a_killed_process_and_ends_on_sigterm(tmp_path):
         before = last_step(tmp_path / "run")
         program.wait_until(lambda: last_step(tmp_path / "run") > before + 200)
         os.kill(program.pid, signal.SIGTERM)
-        status, output = program.end()
-        program.wait_for_members()
-    assert status == 128 + signal.SIGTERM and "To go on" in output
+        output = program.finish(128 + signal.SIGTERM)
+    assert "To go on" in output

@@ -2,7 +2,6 @@
 """MonoBeast's rollout buffers, the batches made of them, and `act`, which fills them."""
 
 import argparse
-import itertools
 import shutil
 
 import catch
@@ -245,42 +244,27 @@ def test_buffers_too_large_for_shared_memory_are_refused_first(monkeypatch, allo
         allocate()
 
 
-class Actors:
-    """Gives the buffers in turn, notes which come back."""
-
-    def __init__(self, num_buffers, times):
-        self._next, self._times = itertools.cycle(range(num_buffers)), times
-        self.released = []
-
-    def take(self, count):
-        self._times -= 1
-        return [next(self._next) for _ in range(count)] if self._times >= 0 else None
-
-    def release(self, indices):
-        self.released += indices
-
-
-class Learner:
-    """What read_batches needs of one, and of a Run."""
-
-    device = torch.device("cpu")
-    weights = argparse.Namespace(version=4)
-    follow = staticmethod(iter)
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_batches_are_copies_and_buffers_go_back_to_the_actors(deterministic):
     flags = make_flags(deterministic=deterministic, num_buffers=4)
-    buffers, actors = make_buffers(flags), Actors(4, 3)
+    buffers, taken, released = make_buffers(flags), [[0, 1], [2, 3], [0, 1]], []
+    turns = iter(taken)
+
+    def take(count):
+        assert count == 2
+        return next(turns, None)
+
+    actors = argparse.Namespace(take=take, release=released.extend)
+    weights = argparse.Namespace(version=4)
+    run = argparse.Namespace(device=torch.device("cpu"), weights=weights, follow=iter)
     for m in range(4):
         buffers["rows"]["baseline"][m] = m
         map_nest(lambda b, m=m: b[m].fill_(m), buffers["initial_agent_state"])
         buffers["policy_version"][m], buffers["actor"][m] = 10 + m, 20 + m
-    taken = [[0, 1], [2, 3], [0, 1]]
-    batches = rollout_buffers.read_batches(flags, actors, buffers, Learner, Learner)
+    batches = rollout_buffers.read_batches(flags, actors, buffers, run, run)
     for k, batch in enumerate(batches):
         before, now = (sum(taken[: k + i], []) for i in (0, 1))
-        assert actors.released == (before if deterministic else now)
+        assert released == (before if deterministic else now)
         a, b = taken[k]
         assert batch.rows["baseline"].tolist() == [[a, b]] * (T + 1)
         assert batch.cpu_rows.keys() == batch.rows.keys() == buffers["rows"].keys()
@@ -292,4 +276,4 @@ def test_batches_are_copies_and_buffers_go_back_to_the_actors(deterministic):
         buffers["rows"]["baseline"][[a, b]] = -1.0  # by the next actor
         assert batch.rows["baseline"].tolist() == [[a, b]] * (T + 1)
         buffers["rows"]["baseline"][[a, b]] = torch.tensor([[a], [b]], dtype=torch.float32)
-    assert k == 2 and actors.released == sum(taken, [])
+    assert k == 2 and released == sum(taken, [])

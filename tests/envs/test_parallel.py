@@ -9,12 +9,12 @@ import os
 import pathlib
 import signal
 import subprocess
-import threading
 import time
 
 import numpy as np
 import pytest
 from catch_env import Catch, Counter, Mixed
+from deadline import Thread
 from program import HELPERS, ROOT, Program, shared_memory, wait_until
 
 from beast.envs import parallel
@@ -115,18 +115,13 @@ def assert_equal(rows, others):
         map_nest(np.testing.assert_array_equal, row, other)
 
 
-def reference(create_env, num_steps):
-    environments = Environments(create_env, len(SEEDS), 0)
-    environments.seeds = SEEDS
-    return environments, play(environments, num_steps)
-
-
 @pytest.mark.whole
 @pytest.mark.parametrize("num_processes", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("create_env", [Mixed, functools.partial(Counter, truncates=True)])
 def test_rows_are_those_of_one_process(environments, create_env, num_processes):
-    one, rows = reference(create_env, 100)
-    several = environments(create_env, num_processes)
+    one, several = Environments(create_env, 5, 0), environments(create_env, num_processes)
+    one.seeds = SEEDS
+    rows = play(one, 100)
     assert_equal(play(several, 100), rows)
     assert sum(row["truncated"].sum() for row in rows) > 10
     assert_equal(play(several, 20), play(one, 20))  # begun anew
@@ -295,10 +290,7 @@ def test_processes_that_hang_end_with_their_parent(tmp_path, how):
     (tmp_path / "parent.py").write_text(PARENT)
     path = os.pathsep.join(map(str, [ROOT, pathlib.Path(__file__).parent, HELPERS]))
     with Program(tmp_path / "parent.py", pathlib.Path(how), PYTHONPATH=path) as program:
-        status, output = program.end()
-        program.wait_for_members()
-    statuses = {"raises": 1, "exits": 0, "is killed": -signal.SIGKILL}
-    assert status == statuses[how], output
+        program.finish({"raises": 1, "exits": 0, "is killed": -signal.SIGKILL}[how])
 
 
 @pytest.mark.whole
@@ -306,14 +298,11 @@ def test_processes_that_hang_end_with_their_parent(tmp_path, how):
 def test_wake_ends_a_wait_and_every_later_one(environments, tmp_path, num_processes):
     gated = environments(functools.partial(Gated, tmp_path / "gate"), num_processes)
     gated.initial()
-    rows = []
-    thread = threading.Thread(target=lambda: rows.append(gated.step(np.zeros(5, np.int64))))
     if num_processes:
-        thread.start()
+        stepping = Thread(gated.step, np.zeros(5, np.int64))
         wait_until(lambda: len(list(tmp_path.glob("stepping-*"))) == 2)
         gated.wake()
-        thread.join(10)
-        assert rows == [None]
+        assert stepping.result() is None
     gated.wake()
     assert gated.step(np.zeros(5, np.int64)) is None and gated.initial() is None
 

@@ -174,6 +174,8 @@ class FakeServer:
       speak: called with an iterator over actions, and gRPC's context; yields messages, or bytes.
     """
 
+    method, request = "/rpcenv.RPCEnvServer/StreamingEnv", rpcenv_pb2.Action
+
     def __init__(self, speak):
         self.metadata = []  # of each stream: a dict
         self.speak = speak
@@ -182,11 +184,12 @@ class FakeServer:
         )
         handler = grpc.stream_stream_rpc_method_handler(
             self._serve,
-            request_deserializer=rpcenv_pb2.Action.FromString,
+            request_deserializer=self.request.FromString,
             response_serializer=lambda m: m if isinstance(m, bytes) else m.SerializeToString(),
         )
+        _, service, method = self.method.split("/")
         self.grpc_server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler("rpcenv.RPCEnvServer", {"StreamingEnv": handler})]
+            [grpc.method_handlers_generic_handler(service, {method: handler})]
         )
         self.address = f"127.0.0.1:{self.grpc_server.add_insecure_port('127.0.0.1:0')}"
         self.grpc_server.start()

@@ -4,29 +4,39 @@
 import contextlib
 import queue
 import socket
-from concurrent import futures
 
 import grpc
-from deadline import Thread, wait_until
+from counting import FakeServer
+from deadline import DEADLINE, Thread, wait_until
+from stream import OPTIONS
 
 from libtorchbeast import Dialer, Listener, rpcenv_pb2
 from libtorchbeast.dialer import METHOD
 
 
-class Port:
-    """A port with its Listener."""
+class Port(contextlib.AbstractContextManager):
+    """A port with its Listener, whose `events` are complete once it is closed."""
 
-    def __init__(self, max_streams=16, port=0, **options):
-        self._socket = socket.create_server(("127.0.0.1", port))
-        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+    def __init__(self, max_streams=16, port=0, host="127.0.0.1", **options):
+        is_ipv6 = ":" in host
+        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family)
+        number = self._socket.getsockname()[1]
+        self.address = f"[{host}]:{number}" if is_ipv6 else f"{host}:{number}"
         self.listener = Listener(self._socket.fileno(), max_streams, **options)
+        self.events = []
+        self._log = Thread(lambda: self.events.extend(iter(self.listener.next_event, None)))
 
     def close(self):
         self.listener.close()
+        self._log.result()
         self._socket.close()
 
+    def __exit__(self, *_):
+        self.close()
 
-class DialerThread:
+
+class DialerThread(contextlib.AbstractContextManager):
     """Environments that dial in, in a thread of this process; `accepted` are by whom."""
 
     def __init__(self, env_class, *addresses, **options):
@@ -41,18 +51,21 @@ class DialerThread:
         with contextlib.suppress(RuntimeError):
             self._thread.result()
 
+    def __exit__(self, *_):
+        self.stop()
 
-class FakeEnvironments:
+
+class FakeEnvironments(contextlib.AbstractContextManager):
     """A stream to a learner, which says what it is given, and keeps what it hears."""
 
     def __init__(self, address, *messages, token=None):
-        self._channel = grpc.insecure_channel(address)
+        self._channel = grpc.insecure_channel(address, OPTIONS)
         self._requests = queue.SimpleQueue()
         for message in messages:
             self.send(message)
         self.heard, metadata = [], [("auth-token", token)] if token else []
         self.call = self._channel.stream_stream(METHOD)(
-            iter(self._requests.get, None), metadata=metadata
+            iter(self._requests.get, None), metadata=metadata, timeout=DEADLINE
         )
         self._thread = Thread(self._listen)
 
@@ -63,6 +76,10 @@ class FakeEnvironments:
         for message in self.call:
             self.heard.append(rpcenv_pb2.Action.FromString(message))
 
+    def hello(self):
+        """Wait for the learner's first message."""
+        return wait_until(lambda: self.heard)[0]
+
     def refusal(self):
         """Return status code and text with which the learner ends the stream."""
         wait_until(lambda: not self._thread.is_alive())
@@ -72,24 +89,11 @@ class FakeEnvironments:
         self._requests.put(None)
         self._channel.close()
 
+    def __exit__(self, *_):
+        self.stop()
 
-class FakeLearner:
+
+class FakeLearner(FakeServer):
     """Speaks with environments as it is told: called with their messages; yields Actions."""
 
-    def __init__(self, speak):
-        self._server = grpc.server(
-            futures.ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)]
-        )
-        handler = grpc.stream_stream_rpc_method_handler(
-            lambda requests, context: speak(map(rpcenv_pb2.Step.FromString, requests), context),
-            response_serializer=rpcenv_pb2.Action.SerializeToString,
-        )
-        service, method = METHOD[1:].split("/")
-        self._server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler(service, {method: handler})]
-        )
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        self._server.start()
-
-    def stop(self):
-        self._server.stop(None)
+    method, request = METHOD, rpcenv_pb2.Step

@@ -37,14 +37,6 @@ class Torchrun(Program):
         return None
 
 
-def finish(program, status=0):
-    """Wait for the end of a Program; return what it printed."""
-    got, output = program.end()
-    assert got == status, output
-    program.wait_for_members()
-    return output
-
-
 def train(num_ranks, folder, program, *arguments, **options):
     return Torchrun(
         num_ranks, "train", folder, program, "--env Catch --xpid run --disable_cuda --batch_size 4",

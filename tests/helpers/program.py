@@ -107,6 +107,13 @@ class Program:
             raise AssertionError(f"no end in {seconds} s; it printed:\n{self.output}") from None
         return self.process.returncode, self.output
 
+    def finish(self, status=0, seconds=DEADLINE):
+        """Wait for the end with this status, and of all members; return what was printed."""
+        got, output = self.end(seconds)
+        assert got == status, output
+        self.wait_for_members()
+        return output
+
 
 def marked(mark, word=""):
     """Return the ids of processes with `mark`, NAME=VALUE, in their environments."""
@@ -120,11 +127,10 @@ def marked(mark, word=""):
     return pids
 
 
-def run(script, *arguments, **kwargs):
+def run(script, *arguments, status=0, **kwargs):
+    """Run a program, which is to end with this status; return what it printed."""
     with Program(script, *arguments, **kwargs) as program:
-        status, output = program.end()
-        program.wait_for_members()
-        return status, output
+        return program.finish(status)
 
 
 def read_rows(folder):

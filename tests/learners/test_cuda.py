@@ -240,8 +240,7 @@ def test_a_run_goes_on_where_it_was_on_another_device(tmp_path, fork):
     arguments = f"--env Catch --xpid run --seed 1 --savedir {tmp_path} --batch_size 4"
     here = "" if IS_CUDA else "--disable_cuda"
     for i, device in enumerate([here, "--disable_cuda", here], start=1):
-        status, output = run(HELPERS / f"{fork}.py", arguments, f"--total_steps {2000 * i}", device)
-        assert status == 0, output
+        run(HELPERS / f"{fork}.py", arguments, f"--total_steps {2000 * i}", device)
         assert last_step(tmp_path / "run") >= 2000 * i
         meta = json.loads((tmp_path / "run" / "meta.json").read_text())
         assert torch.device(meta["device"]).type == ("cpu" if device else DEVICE.type)
@@ -265,8 +264,5 @@ def test_a_run_goes_on_where_it_was_on_another_device(tmp_path, fork):
 )
 def test_pong_is_trained_for_a_moment(tmp_path, program, arguments):
     pytest.importorskip("cv2")
-    status, output = run(
-        ROOT / program, arguments, "--total_steps 3000 --xpid run --savedir", tmp_path
-    )
-    assert status == 0, output
+    run(ROOT / program, arguments, "--total_steps 3000 --xpid run --savedir", tmp_path)
     assert last_step(tmp_path / "run") >= 3000

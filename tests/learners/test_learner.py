@@ -107,7 +107,7 @@ def test_other_learners_get_buffers_that_no_checkpoint_has():
 
 
 def test_learning_is_on_the_cpu_without_cuda(monkeypatch):
-    for available, disabled, device in ((True, False, "cuda:0"), (True, True, "cpu")):
+    for available, disabled, device in ((1, 0, "cuda:0"), (1, 1, "cpu"), (0, 0, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
         assert get_device(argparse.Namespace(disable_cuda=disabled)) == torch.device(device)
 
@@ -134,50 +134,24 @@ def test_squares_of_gradients_do_not_become_denormal(make):
 
 
 @pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: p.__name__)
-def test_no_thread_learns_after_the_last_step(monkeypatch, program):
-    learner, batch = create(), create_batch()
-    run = argparse.Namespace(stop=threading.Event(), updates=[])
+def test_what_the_replay_mixes_is_learned_from_until_the_last_step(monkeypatch, program):
+    learner, mixed, calls, stored, recorded = create(), create_batch(7), [], [], []
+    run, update = argparse.Namespace(stop=threading.Event()), ({"steps": 1000.0}, mixed)
 
-    def record(metrics, batch):
-        run.updates.append((metrics, batch))
+    def record(*arguments):
+        recorded.append(arguments)
         run.stop.set()  # that was the last step
 
     run.record = record
     module = program.rollout_buffers if program is monobeast else program
-    monkeypatch.setattr(module, "read_batches", lambda *_: [batch, batch])
-    monkeypatch.setattr(program, "learn", lambda *_: {"steps": 1000.0})
+    monkeypatch.setattr(module, "read_batches", lambda *_: [create_batch(), create_batch()])
+    monkeypatch.setattr(program, "learn", lambda *args: calls.append(args) or update[0])
     system = (None, None) if program is monobeast else (argparse.Namespace(queue=None),)
+    replay = argparse.Namespace(mix=lambda _: mixed, store=lambda *args: stored.append(args))
     version = learner.weights.version
-    replay = argparse.Namespace(mix=lambda batch: batch, store=lambda *_: None)
     program.batch_and_learn(None, learner, *system, replay, run)
-    assert run.updates == [({"steps": 1000.0}, batch)]
-    assert learner.weights.version == version + 1
-
-
-class FakeReplay:
-    """Puts another batch in place of each; keeps the metrics of those that it is to store."""
-
-    def __init__(self, mixed):
-        self.mixed, self.stored = mixed, []
-
-    def mix(self, batch):
-        return self.mixed
-
-    def store(self, batch, metrics):
-        self.stored.append((batch, metrics))
-
-
-@pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: p.__name__)
-def test_what_the_replay_mixes_is_learned_from_and_stored(monkeypatch, program):
-    learner, mixed, calls = create(), create_batch(7), []
-    run = argparse.Namespace(stop=threading.Event(), record=lambda *_: None)
-    module = program.rollout_buffers if program is monobeast else program
-    monkeypatch.setattr(module, "read_batches", lambda *_: [create_batch()])
-    monkeypatch.setattr(program, "learn", lambda *args: calls.append(args) or {"steps": 1.0})
-    system = (None, None) if program is monobeast else (argparse.Namespace(queue=None),)
-    replay = FakeReplay(mixed)
-    program.batch_and_learn(None, learner, *system, replay, run)
-    ((_, model, rows, state, optimizer, group),) = calls
+    ((_, model, rows, state, optimizer, group),) = calls  # no thread learns from the other batch
     assert rows is mixed.rows and state is mixed.agent_state
     assert (model, optimizer, group) == (learner.model, learner.optimizer, learner.group)
-    assert replay.stored == [(mixed, {"steps": 1.0})]
+    assert stored == [update[::-1]] and recorded == [update]
+    assert learner.weights.version == version + 1

@@ -12,7 +12,7 @@ import pytest
 import rank
 import small_run
 import torch
-from launcher import Torchrun, finish, train
+from launcher import Torchrun, train
 from program import last_step, load, wait_until
 
 import monobeast
@@ -40,7 +40,7 @@ TOLERANCES = {"small": (1e-9, 1e-9, 1e-9), "fp32": (3e-4, 1e-5, 1e-4), "bf16": N
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_are_one_learner_with_their_batches(tmp_path, num_ranks, program):
     with Torchrun(num_ranks, "updates", tmp_path, program) as process:
-        finish(process)
+        process.finish()
     ranks = [load(tmp_path / f"rank{i}.tar") for i in range(num_ranks)]
     for net in rank.NETS:
         first, *others = (content[net] for content in ranks)

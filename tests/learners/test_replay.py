@@ -69,19 +69,6 @@ def test_sum_tree_does_not_drift_and_never_finds_a_zero():
     assert tree.total == 1e-12
 
 
-def test_sum_tree_draws_in_proportion_to_priorities():
-    rng = np.random.default_rng(1)
-    priorities, n = rng.integers(0, 50, 300) * 0.1, 10**6
-    tree = SumTree(300)
-    tree.set(np.arange(300), priorities)
-    counts = np.bincount(tree.find(rng.random(n) * tree.total), minlength=300)
-    drawn, expected = priorities > 0, n * priorities / priorities.sum()
-    chi_squared = ((counts - expected)[drawn] ** 2 / expected[drawn]).sum()
-    degrees = drawn.sum() - 1
-    assert counts[~drawn].sum() == 0 < (~drawn).sum()
-    assert abs(chi_squared - degrees) < 5 * np.sqrt(2 * degrees)
-
-
 class Column:
     """One environment: it plays random episodes, remembers them, and hands out rollouts.
 
@@ -242,21 +229,6 @@ def test_samples_are_those_of_a_loop_over_episodes(L, n_step, resets_later):
     assert len(replay) == sum(min(n, replay.capacity) for n in num_rows)
     kinds = [kind for column in columns for _, kind in column.episodes]
     assert {"terminated", "truncated"} <= set(kinds)
-
-
-def test_nothing_leads_from_one_process_to_the_next():
-    column = Column(0)
-    replay = make_replay(num_envs=1, n_step=3)
-    replay.append(*column.rollout())
-    old = len(column.episodes)
-    column.restart()
-    replay.append(*column.rollout())
-    replay.append(*column.rollout())
-    rows = replay.sample(500).rows
-    began, bootstrap = rows["frame"][..., 1]
-    assert set(began[began < old]) and (bootstrap[began < old] <= old).all()
-    cut = rows["truncated"][1] & (rows["frame"][1, :, 1] == old - 1)
-    assert cut.any()
 
 
 def test_a_whole_rollout_comes_back_with_its_state():

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deadline import Thread
-from launcher import finish, results, train
+from launcher import results, train
 from program import last_step, load, read_rows, shared_memory, traces, wait_until
 
 import gala
@@ -30,7 +30,7 @@ from beast.learners import torchrun
 )
 def test_two_learners_train_resume_and_end_by_sigterm_as_one(tmp_path, program):
     with train(2, tmp_path, program, "--total_steps 5000 --seed 3") as process:
-        finish(process)
+        process.finish()
     (contents, _), folder = results(tmp_path), tmp_path / "run"
     assert contents["stats"]["step"] >= 5000
     assert len(contents["stats"]["game_returns"]) == 100
@@ -82,7 +82,7 @@ def test_a_rank_without_batches_holds_nobody_up(tmp_path, program):
             os.kill(pid, signal.SIGCONT)
         process.wait_until(lambda: lags() != ["-/-/-"])
         os.kill(process.rank(1), signal.SIGTERM)  # upon which torchrun does not start them anew
-        finish(process)
+        process.finish()
     for content in results(tmp_path):
         assert content["status"] == 0 and content["stats"]["step"] > step + 2000
 
@@ -140,7 +140,7 @@ def test_a_rank_that_ends_ends_the_run_or_has_it_restarted(
             step = last_step(folder)
             process.wait_until(lambda: last_step(folder) > step + 2000)
             os.kill(process.rank(0), signal.SIGTERM)
-            output = finish(process)
+            output = process.finish()
         else:
             status, output = process.end(LIMIT)
             assert (status == 0) == (how == "SIGTERM"), output
@@ -344,7 +344,7 @@ def test_two_agents_on_one_machine_train_and_evaluate_as_one_run(tmp_path, progr
     ):
         first.wait_until(lambda: any(row.get("eval_return_mean") for row in read_rows(folder)))
         os.kill(first.rank(0) or second.rank(0), signal.SIGTERM)
-        finish(first)
-        finish(second)
+        first.finish()
+        second.finish()
     assert results(tmp_path)[0]["stats"]["step"] == last_step(folder)
     assert "Evaluation" not in (tmp_path / "run" / "out.rank1.log").read_text()

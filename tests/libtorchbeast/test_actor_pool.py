@@ -63,16 +63,6 @@ def start():
         yield keep
 
 
-def test_a_forks_call_gives_tuples_of_one_environment_a_stream(start):
-    batch = start(Rig([start(ServerThread(counting.OldCounting)).address])).take()
-    (env_outputs, agent_outputs), state = batch
-    assert type(batch) is type(env_outputs) is type(agent_outputs) is tuple
-    frame, *others = env_outputs  # reward, done, episode_step, episode_return
-    assert frame.shape == (T + 1, 1, 4) and frame.dtype == torch.int64
-    assert [tensor.shape for tensor in (*others, agent_outputs[0])] == 5 * [(T + 1, 1)]
-    assert state[0].shape == (1, 1) and state[1]["h"].shape == (2, 1, 3)
-
-
 @pytest.mark.parametrize(
     ("env_class", "num_envs", "columns", "dict_outputs"),
     [

@@ -104,7 +104,7 @@ def put_and_take(closable, n):
 
 @both
 def test_what_the_core_refuses_is_a_value_error(closable):
-    # batching_queue_test.cc and dynamic_batcher_test.cc have all that it refuses.
+    # batching_queue_test.cc, dynamic_batcher_test.cc and columns_test.cc have all that it refuses.
     for arguments in ({"batch_dim": -1}, {"minimum_batch_size": 5, "maximum_batch_size": 4}):
         with pytest.raises(ValueError):
             closable(**arguments)
@@ -254,17 +254,6 @@ def test_inputs_are_freed_once_taken_or_the_queue_is_gone():
     queue.close()
     del queue
     wait_until(lambda: (gc.collect(), second() is None)[1])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_batches_may_be_in_pinned_memory():
-    queue = BatchingQueue(batch_dim=0, maximum_batch_size=2, pin_memory=True)
-    kept = []
-    for i in range(10):
-        queue.enqueue({"a": columns(2 * i, 2, 100)})
-        kept.append(next(queue)["a"])
-    assert all(batch.is_pinned() for batch in kept)
-    assert [numbers(batch[:, 0]) for batch in kept] == [[2 * i, 2 * i + 1] for i in range(10)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -3,7 +3,6 @@
 
 import contextlib
 import itertools
-import socket
 import subprocess
 import sys
 import threading
@@ -15,10 +14,11 @@ import pytest
 import torch
 from counting import free_address
 from deadline import Thread, wait_until
+from dialing import Port
 from program import ROOT
 from rig import STATE, Rig, T, act_zero, answer, check_rows
 
-from libtorchbeast import EnvClient, Listener
+from libtorchbeast import EnvClient
 from libtorchbeast.spaces import spaces_to_json
 
 pytestmark = pytest.mark.timeout(120, method="thread")
@@ -26,29 +26,20 @@ pytestmark = pytest.mark.timeout(120, method="thread")
 NUMBER, THREE = gym.spaces.Box(0, 2**62, (1,), np.int64), gym.spaces.Discrete(3)
 
 
-class Learner:
-    """A listener, and the rig that uses it once `play` is called. A context manager."""
+class Learner(Port):
+    """A port, and the rig that uses it once `play` is called."""
 
-    def __init__(self, address="127.0.0.1:0", **credentials):
-        host, port = address.split(":")
-        self.socket = socket.create_server((host, int(port)))
-        self.address = f"{host}:{self.socket.getsockname()[1]}"
-        self.listener = Listener(self.socket.fileno(), 8, **credentials)
-        self.rig = None
+    rig = None
 
     def play(self, agent=act_zero, state=(), **options):
         options = {"dict_outputs": True, "num_envs": 1, "listener": self.listener} | options
         self.rig = Rig([], agent, state, **options)
         return self.rig
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def close(self):
         if self.rig is not None:
             self.rig.close()
-        self.listener.close()
-        self.socket.close()
+        super().close()
 
 
 class Gate:
@@ -240,9 +231,10 @@ def test_both_play_of_two_that_were_asked_for_the_spaces(learner):
 
 def test_a_lost_learner_is_dialed_again(caplog):
     address = free_address()
+    port = int(address.rpartition(":")[2])
     with EnvClient(address, NUMBER, THREE, auth_token="secret") as client:
         for number in range(3):
-            with Learner(address, auth_token="secret") as learner:
+            with Learner(port=port, auth_token="secret") as learner:
                 rig = learner.play()
                 act = client.reset if number == 0 else lambda frame: client.step(frame, 100)
                 assert Thread(act, [number]).result() == 0

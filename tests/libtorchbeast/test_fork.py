@@ -13,11 +13,9 @@ ENV, LEARNER = HELPERS / "fork_env.py", HELPERS / "fork_learner.py"
 
 def test_a_fork_learns_catch_and_leaves_nothing_behind(tmp_path):
     with Program(LEARNER, "--pipes_basename", f"unix:{tmp_path}/catch") as learner:
-        status, output = learner.end()
-        assert status == 0, output
+        output = learner.finish()
         assert float(re.search(r"mean return (\S+) after", output)[1]) >= 0.8, output
         assert "Error" not in output and "Traceback" not in output
-        learner.wait_for_members()
     assert list(tmp_path.iterdir()) == []  # no socket
 
 
@@ -28,10 +26,8 @@ def test_a_forks_learner_ends_with_its_servers_program(tmp_path):
         learner.wait_until(lambda: re.search(r"actors' steps [1-9]", learner.output))
         assert servers.process.poll() is None
         servers.process.terminate()
-        status, output = learner.end()
-        assert status == 1, output
+        output = learner.finish(1)
         assert "ConnectionError" in output and f"{tmp_path}/catch" in output, output
         servers.end()
-        for program in (learner, servers):
-            program.wait_for_members()
+        servers.wait_for_members()
     assert list(tmp_path.iterdir()) == []

@@ -2,104 +2,27 @@
 """A learner's port, and what strangers and broken environments at it can do."""
 
 import contextlib
-import queue
 import re
 import socket
 import time
-from concurrent import futures
 
 import grpc
 import pytest
 from catch_env import Catch
 from counting import Counting, has_ipv6, make_first, make_step
 from deadline import DEADLINE, Thread, wait_until
+from dialing import DialerThread, FakeEnvironments, FakeLearner, Port
 from rig import Rig, act_zero
-from stream import OPTIONS, make_many
+from stream import make_many
 
 from beast.errors import EnvError
 from beast.learners.learner_group import ALONE
 from beast.servers.handshakes import query_servers
 from beast.servers.listening import Listening
-from libtorchbeast import Dialer, Listener
+from libtorchbeast import Dialer
 from libtorchbeast import rpcenv_pb2 as pb
-from libtorchbeast.dialer import METHOD
 
 TOKEN = "correct-horse-battery-staple"
-
-
-class Port:
-    """A Listener; its `address`, `listener` and `events`. To be used as a context manager."""
-
-    def __init__(self, max_streams=16, host="127.0.0.1", **access):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family)
-        port = self._socket.getsockname()[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self.listener = Listener(self._socket.fileno(), max_streams, **access)
-        self.events = []
-        self._log = Thread(lambda: self.events.extend(iter(self.listener.next_event, None)))
-
-    def close(self):
-        """Close the listener; its events are complete then."""
-        self.listener.close()
-        self._log.result()
-        self._socket.close()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-
-class Dialed:
-    """A stream to a learner that says what it is told. `hello` waits for the learner's."""
-
-    def __init__(self, port, *messages, token=None):
-        self._channel = grpc.insecure_channel(port.address, OPTIONS)
-        self._steps = queue.SimpleQueue()
-        self.say(*messages)
-        self.call = self._channel.stream_stream(METHOD)(
-            iter(self._steps.get, None),
-            metadata=[("auth-token", token)] if token else None,
-            timeout=DEADLINE,
-        )
-
-    def say(self, *messages):
-        for message in messages:
-            self._steps.put(message if isinstance(message, bytes) else message.SerializeToString())
-
-    def hello(self):
-        return pb.Action.FromString(next(self.call))
-
-    def end(self):
-        """Wait until the learner ends the stream; return status and reason."""
-        with contextlib.suppress(grpc.RpcError):
-            for _ in self.call:
-                pass
-        return self.call.code(), self.call.details()
-
-    def close(self):
-        self._steps.put(None)
-        self._channel.close()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-
-@contextlib.contextmanager
-def dialing(port, env_class=Counting, **kwargs):
-    """Have environments dial in, by default Counting."""
-    dialer = Dialer(env_class, [port.address], **kwargs)
-    thread = Thread(dialer.run)
-    try:
-        yield
-    finally:
-        dialer.stop()
-        thread.result()
 
 
 def playing(port, **options):
@@ -111,7 +34,7 @@ def test_connections_that_are_closed_keep_nobody_out():
         for _ in range(300):  # more than may be open at the same time
             host, _, number = port.address.rpartition(":")
             socket.create_connection((host, int(number))).close()
-        with dialing(port):
+        with DialerThread(Counting, port.address):
             assert Thread(port.listener.query).result(DEADLINE)["num_envs"] == 1
 
 
@@ -120,19 +43,19 @@ def test_slow_environments_keep_others_from_no_query():
         port = stack.enter_context(Port())
         querying = Thread(port.listener.query, 1)
         for _ in range(8):  # all that are asked at the same time
-            stack.enter_context(Dialed(port)).hello()
-        stack.enter_context(dialing(port))
+            stack.enter_context(FakeEnvironments(port.address)).hello()
+        stack.enter_context(DialerThread(Counting, port.address))
         assert querying.result(DEADLINE)["num_envs"] == 1
 
 
 def test_a_query_without_an_answer_ends_when_a_pool_begins():
-    with Port() as port, Dialed(port) as slow:
+    with Port() as port, FakeEnvironments(port.address) as slow:
         querying = Thread(port.listener.query, 2)
         assert slow.hello().options["num-envs"] == "2"
         with playing(port, num_envs=1) as rig:
             with pytest.raises(RuntimeError, match="used by an ActorPool"):
                 querying.result()
-            with dialing(port):
+            with DialerThread(Counting, port.address):
                 rig.columns(2)
 
 
@@ -142,10 +65,10 @@ def test_strangers_fill_one_line_of_the_log_and_then_another(host):
         pytest.skip("no IPv6")
     with Port(auth_token=TOKEN, host=host) as port:
         for token in (None, TOKEN[:-1], TOKEN + "x", *["another"] * 17):
-            with Dialed(port, token=token) as stranger:
-                code, reason = stranger.end()
+            with FakeEnvironments(port.address, token=token) as stranger:
+                code, reason = stranger.refusal()
             assert code == grpc.StatusCode.UNAUTHENTICATED and TOKEN not in reason
-        with dialing(port, auth_token=TOKEN):
+        with DialerThread(Counting, port.address, auth_token=TOKEN):
             assert port.listener.query()["num_envs"] == 1
     text = "refused a stream without this learner's token, from " + re.escape(
         port.address.rpartition(":")[0]
@@ -170,8 +93,8 @@ def test_broken_environments_get_the_reason_and_fill_no_log(what):
     messages, reason = BROKEN[what]
     with Port() as port, playing(port, agent=act_zero, state=(), num_envs=2) as rig:
         for _ in range(5):
-            with Dialed(port, *messages) as broken:
-                code, details = broken.end()
+            with FakeEnvironments(port.address, *messages) as broken:
+                code, details = broken.refusal()
             assert code.name in ("INVALID_ARGUMENT", "FAILED_PRECONDITION") and len(details) <= 500
             assert details.isprintable()
             assert what == "an error" or re.search(reason, details)
@@ -188,9 +111,9 @@ def test_a_learner_that_waits_logs_broken_environments_once():
             query_servers, [], None, listening=Listening(port.address, port.listener, ALONE)
         )
         for _ in range(2):
-            with Dialed(port, b"\x0a\xff") as stranger:
-                stranger.end()
-        with dialing(port, None, make_environments=make_many(Catch), env="Catch"):
+            with FakeEnvironments(port.address, b"\x0a\xff") as stranger:
+                stranger.refusal()
+        with DialerThread(None, port.address, make_environments=make_many(Catch), env="Catch"):
             assert asking.result()["env"] == "Catch"
     assert "malformed message" in port.events[0] and len(port.events) == 2  # the other at the end
 
@@ -206,7 +129,7 @@ def test_what_does_not_fit_is_refused_and_the_next_is_taken():
         asking = Thread(query_servers, [], None, listening=listening, check_fit=check_fit)
         with pytest.raises(RuntimeError, match="refused: .* has another game, Breakout"):
             Dialer(None, [port.address], env="Breakout", **catches).run()
-        with dialing(port, None, env="Catch", **catches):
+        with DialerThread(None, port.address, env="Catch", **catches):
             assert asking.result()["env"] == "Catch"
     assert [re.sub("process at .* has", "", event) for event in port.events] == [
         "refused: the environment  another game, Breakout"
@@ -216,34 +139,34 @@ def test_what_does_not_fit_is_refused_and_the_next_is_taken():
 def test_an_error_of_the_check_ends_the_query():
     with Port() as port:
         asking = Thread(port.listener.query, check=lambda handshake: handshake["no such key"])
-        with dialing(port), pytest.raises(KeyError, match="no such key"):
+        with DialerThread(Counting, port.address), pytest.raises(KeyError, match="no such key"):
             asking.result()
 
 
 def test_one_that_is_slow_to_answer_does_not_keep_others_waiting():
-    with Port() as port, Dialed(port) as slow:
+    with Port() as port, FakeEnvironments(port.address) as slow:
         querying = Thread(port.listener.query)
         slow.hello()
-        with dialing(port):
+        with DialerThread(Counting, port.address):
             assert querying.result()["num_envs"] == 1
-        assert slow.end()[0] == grpc.StatusCode.CANCELLED
+        assert slow.refusal()[0] == grpc.StatusCode.CANCELLED
 
 
 def test_a_stream_in_place_of_another_was_not_silent_before():
     with Port() as port, playing(port) as rig:
-        with dialing(port):
+        with DialerThread(Counting, port.address):
             rig.columns(1)
         wait_until(lambda: not rig.pool.silences())
         time.sleep(0.1)
         before = time.monotonic()
-        with Dialed(port) as slow:
+        with FakeEnvironments(port.address) as slow:
             slow.hello()
             ((index, _, what, seconds),) = rig.pool.silences()
             assert index == 0 and what == "connection" and seconds < time.monotonic() - before
 
 
 def test_close_waits_until_another_thread_has_closed():
-    with Port() as port, Dialed(port):
+    with Port() as port, FakeEnvironments(port.address):
         wait_until(port.listener.num_streams)
         closing = [Thread(port.listener.close) for _ in range(3)]
         closing[0].result()
@@ -270,17 +193,8 @@ HELLOS = {  # of hostile learners, and what environments say of them
 @pytest.mark.parametrize("what", HELLOS)
 def test_environments_outlast_a_hostile_learner_and_say_why(what, caplog):
     message, reason = HELLOS[what]
-    handler = grpc.stream_stream_rpc_method_handler(
-        lambda *_: iter([message if isinstance(message, bytes) else message.SerializeToString()])
-    )
-    learner = grpc.server(futures.ThreadPoolExecutor(2))
-    _, service, method = METHOD.split("/")
-    learner.add_generic_rpc_handlers(
-        [grpc.method_handlers_generic_handler(service, {method: handler})]
-    )
-    address = f"127.0.0.1:{learner.add_insecure_port('127.0.0.1:0')}"
-    learner.start()
-    dialer = Dialer(Counting, [address])
+    learner = FakeLearner(lambda *_: [message])
+    dialer = Dialer(Counting, [learner.address])
     thread = Thread(dialer.run)
     if "version" in what:
         with pytest.raises(RuntimeError, match=reason):
@@ -291,4 +205,4 @@ def test_environments_outlast_a_hostile_learner_and_say_why(what, caplog):
         thread.result()
         assert re.search(reason, caplog.text) and len(caplog.text) < 2000
         assert all(line.isprintable() for line in caplog.text.split("\n"))
-    learner.stop(None)
+    learner.stop()

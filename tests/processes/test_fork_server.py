@@ -48,7 +48,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("action", ["edit", "keep", "clean"])  # of the temporary folder
+@pytest.mark.parametrize("action", ["edit", "clean"])  # of the temporary folder
 def test_a_child_with_edited_code_is_told(tmp_path, action):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)

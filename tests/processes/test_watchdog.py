@@ -93,8 +93,7 @@ def test_a_job_that_was_suspended_goes_on_with_all_its_processes(tmp_path):
             step, begin = before[folder]
             program.wait_until(lambda f=folder, s=step: last_step(f / "run") > s + 500)
             os.kill(program.pid, signal.SIGTERM)
-            status, output = program.end()
-            assert status == 128 + signal.SIGTERM, output
+            output = program.finish(128 + signal.SIGTERM)
             assert "The watchdog could not run for" in output[begin:], output
             assert "died" not in output[begin:] and "was silent" not in output[begin:], output
 

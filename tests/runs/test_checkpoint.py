@@ -7,12 +7,12 @@ import errno
 import os
 import random
 import re
+import threading
 import types
 
 import numpy as np
 import pytest
 import torch
-from deadline import Thread
 from small_run import change, create_learner, parse, save, update
 
 from beast.actors.weights import LocalWeights
@@ -427,56 +427,37 @@ def test_an_unwritable_checkpoint_leaves_the_one_before(flags, monkeypatch):
         assert writer.failure.endswith(f"of step 200 could not be written (No space left): {what}")
 
 
-def test_others_hold_still_while_a_checkpoint_is_packed(flags, monkeypatch):
+def test_a_checkpoint_is_packed_under_the_lock_and_written_without_it(flags, monkeypatch):
     events, pack, learner = [], checkpoint.pack, create_learner(flags)
+    learner.lock = threading.Lock()  # of which one can ask whether it is held
+
+    def note(event):
+        events.append((event, learner.lock.locked()))
 
     @contextlib.contextmanager
-    def hold():
-        events.append("hold")
+    def hold():  # of other processes
+        note("hold")
         yield
-        events.append("go on")
+        note("go on")
 
     learner.hold = hold
-    monkeypatch.setattr(
-        checkpoint_writer, "pack", lambda *args: events.append("pack") or pack(*args)
-    )
-    monkeypatch.setattr(checkpoint_writer, "replace_file", lambda *_: events.append("write"))
+    monkeypatch.setattr(checkpoint_writer, "pack", lambda *args: note("pack") or pack(*args))
+    monkeypatch.setattr(checkpoint_writer, "replace_file", lambda *_: note("write"))
     Writer(flags, learner).save(learner)
-    assert events == ["hold", "pack", "go on", "write"]
+    assert events == [("hold", False), ("pack", True), ("go on", False), ("write", False)]
 
 
-def test_the_lock_is_free_while_the_disk_is_written_to(flags, newest):
-    learner = create_learner(flags, size=50_000)  # more than a pipe holds
-    pipe = newest.with_name("model.tar.tmp")
-    os.mkfifo(pipe)  # which is written at the reader's pace
-    thread = Thread(Writer(flags, learner).save, learner)
-    with open(pipe, "rb") as reader:
-        assert reader.read(1)
-        assert learner.lock.acquire(timeout=60)
-        learner.lock.release()
-        reader.read()
-    thread.result()
-
-
-@pytest.mark.parametrize("seconds, is_due", [(10, False), (4, True)])
-def test_a_checkpoint_is_due_once_an_interval(tmp_path, flags, seconds, is_due):
-    flags = parse(tmp_path, f"--xpid run --checkpoint_interval_s {seconds}")
-    learner = create_learner(flags)
-    writer = Writer(flags, learner)
-    assert writer.are_due(within=5) == is_due
-    writer.save(learner)
-    assert writer.are_due(within=5) == is_due
-    learner.stats["skipped_in_a_row"] = 3
-    writer.save(learner)
-    assert writer.are_due(within=5) == is_due  # as soon as possible after one that was not written
-
-
-def test_the_interval_is_from_one_file_on_disk_to_the_next(tmp_path, flags, monkeypatch):
+def test_a_checkpoint_is_due_once_an_interval(tmp_path, monkeypatch):
     flags, now = parse(tmp_path, "--xpid run --checkpoint_interval_s 10"), [100.0]
     clock = types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0)
     monkeypatch.setattr(checkpoint_writer, "time", clock)
     monkeypatch.setattr(checkpoint_writer, "replace_file", lambda *_: now.insert(0, now[0] + 3))
     learner = create_learner(flags)
     writer = Writer(flags, learner)
+    assert not writer.are_due(within=9) and writer.are_due(within=11)
     writer.save(learner)  # as slowly the next time: at 107, to be there at 110
     assert not writer.are_due(within=3) and writer.are_due(within=5)
+    now.insert(0, 108.0)
+    learner.stats["skipped_in_a_row"] = 3
+    writer.save(learner)
+    assert writer.are_due(within=0)  # as soon as possible after one that was not written

@@ -358,5 +358,4 @@ with Run(flags, create_learner(flags)) as run:
 def test_a_second_signal_after_a_while_ends_the_process(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SECOND_SIGNAL)
-    status, output = run(script, tmp_path, PYTHONPATH=f"{ROOT}:{HELPERS}")
-    assert status == -signal.SIGINT, output
+    run(script, tmp_path, PYTHONPATH=f"{ROOT}:{HELPERS}", status=-signal.SIGINT)

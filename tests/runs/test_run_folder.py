@@ -193,14 +193,15 @@ def test_what_a_killed_process_had_begun_to_write_is_removed(tmp_path, open_fold
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_tears_no_file_and_the_run_continues(small_disk, open_folder, caplog):
+    caplog.set_level(logging.INFO)
     flags, path = parse(small_disk), small_disk / "run"
     folder = open_folder(flags)
     folder.log(100, {"loss": 1.0}, "a line")
     filler = fill(small_disk)
     with pytest.raises(FlagError, match=f"cannot use --savedir {small_disk}: .*No space left"):
         RunFolder(parse(small_disk, "--xpid other"))
-    for step in range(101, 301):
-        folder.log(step, {"loss": 1.0} | ({"new": 2.0} if step > 200 else {}), "a line")
+    for step in range(101, 501):  # more than a block holds
+        folder.log(step, {"loss": 1.0} | ({"new": 2.0} if step > 400 else {}), "a line")
     assert list(path.glob("*.tmp")) == []
     for name in ("logs.csv", "out.log"):
         # A shorter line may still fit into the last block, and then each change is logged.
@@ -210,14 +211,14 @@ def test_a_full_disk_tears_no_file_and_the_run_continues(small_disk, open_folder
         assert again < 50
 
     filler.unlink()
-    folder.log(301, {"loss": 3.0, "new": 4.0}, "a line")
+    folder.log(501, {"loss": 3.0, "new": 4.0}, "a line")
     folder.close("ended")
     rows = read_rows(path)
     written = [int(row["step"]) for row in rows]
     assert 1 < len(written) < 150 and written == sorted(set(written))
-    assert written[0] == 100 and written[-1] == 301
+    assert written[0] == 100 and written[-1] == 501
     missing = re.findall(rf"Can write {path / 'logs.csv'} again: (\d+) entries", caplog.text)
-    assert len(written) + sum(map(int, missing)) == 202
+    assert len(written) + sum(map(int, missing)) == 402
     assert [int(row["_tick"]) for row in rows] == list(range(len(rows)))
     assert rows[-1]["new"] == "4.0" and rows[-2]["new"] == ""
     assert all(line.startswith("[") for line in (path / "out.log").read_text().splitlines())

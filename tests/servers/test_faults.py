@@ -25,8 +25,7 @@ def test_training_survives_faults_and_leaves_nothing_behind(program, tmp_path):
 def test_kills_at_random_moments_lose_nothing_that_was_saved(program):
     # It sees for itself that everything is as it should be.
     arguments = "--kills 2 --slack 2 --program"
-    status, output = run(ROOT / "campaigns" / "preemption.py", arguments, program)
-    assert status == 0, output
+    output = run(ROOT / "campaigns" / "preemption.py", arguments, program)
     assert f"| {program} | 2 | 0 + 1 + 1 |" in output, output
 
 
