@@ -55,31 +55,33 @@ class RunFailed(SystemExit):
     """A program has ended early, or is too slow: a message."""
 
 
-def run_program(script, arguments, seconds):
-    """Run a program for a while; return its rows of logs.csv after a third of `seconds`, and its
-    CPU seconds a second meanwhile. Raises RunFailed."""
+@contextlib.contextmanager
+def running(*command):
+    """Run Python with these words; yield the process, and a function that returns its log's rows.
+
+    The function raises RunFailed where the program has ended, or is too slow.
+    """
     with tempfile.TemporaryDirectory() as savedir:
-        command = [sys.executable, script, "--savedir", savedir, "--xpid", "benchmark"]
-        command += ["--disable_checkpoint", *arguments]
+        command = [sys.executable, *command, "--savedir", savedir, "--xpid", "benchmark"]
         output = pathlib.Path(savedir, "output")
         with open(output, "wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=file)
-        rows, samples = [], []  # samples: times and CPU seconds so far
-        latest = time.monotonic()  # of the rows
+            process = subprocess.Popen(
+                [*command, "--disable_checkpoint"], stdin=subprocess.PIPE, stdout=file, stderr=file
+            )
+        num_rows, latest = 0, time.monotonic()
+
+        def read():
+            nonlocal num_rows, latest
+            rows = read_rows(pathlib.Path(savedir, "benchmark", "logs.csv"))
+            if len(rows) > num_rows:
+                num_rows, latest = len(rows), time.monotonic()
+            if process.poll() is not None or time.monotonic() > latest + START_SECONDS:
+                what = f"{' '.join(map(str, command))} has ended or logs nothing: see above"
+                raise RunFailed(f"{output.read_text()}\n{what}")
+            return rows
+
         try:
-            while not rows or seconds_between(rows[0], rows[-1]) < 4 / 3 * seconds:
-                time.sleep(1)
-                num_rows = len(rows)
-                rows = read_rows(pathlib.Path(savedir, "benchmark", "logs.csv"))
-                if len(rows) > num_rows:
-                    latest = time.monotonic()
-                if process.poll() is not None or time.monotonic() > latest + START_SECONDS:
-                    what = f"{script} has ended or logs nothing: see above"
-                    raise RunFailed(f"{output.read_text()}\n{what}")
-                if rows and seconds_between(rows[0], rows[-1]) >= seconds / 3:
-                    with contextlib.suppress(FileNotFoundError):  # a process that has just ended
-                        pids = [process.pid, *descendants(process.pid)]
-                        samples.append((time.monotonic(), cpu_seconds(pids)))
+            yield process, read
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -87,6 +89,20 @@ def run_program(script, arguments, seconds):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def run_program(script, arguments, seconds):
+    """Run a program for a while; return its rows of logs.csv after a third of `seconds`, and its
+    CPU seconds a second meanwhile. Raises RunFailed."""
+    rows, samples = [], []  # samples: times and CPU seconds so far
+    with running(script, *arguments) as (process, read):
+        while not rows or seconds_between(rows[0], rows[-1]) < 4 / 3 * seconds:
+            time.sleep(1)
+            rows = read()
+            if rows and seconds_between(rows[0], rows[-1]) >= seconds / 3:
+                with contextlib.suppress(FileNotFoundError):  # a process that has just ended
+                    pids = [process.pid, *descendants(process.pid)]
+                    samples.append((time.monotonic(), cpu_seconds(pids)))
     warm = [row for row in rows if seconds_between(rows[0], row) >= seconds / 3]
     if len(warm) < 2 or len(samples) < 2:
         raise RunFailed(f"{script} has logged too few rows for a rate: give more seconds")

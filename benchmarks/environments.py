@@ -12,9 +12,7 @@ within a round. Prints Markdown.
 
 import argparse
 import os
-import pathlib
 import statistics
-import sys
 import time
 
 import ale_py
@@ -25,9 +23,6 @@ try:
     import envpool
 except ImportError:
     envpool = None
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 from machine import print_header
 

@@ -13,15 +13,9 @@ servers are sums over their processes.
 """
 
 import argparse
-import multiprocessing
-import pathlib
 import statistics
-import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from machine import print_header
+from machine import print_header, run_apart
 from transport import (
     BATCH_SIZE,
     QUEUE_SIZE,
@@ -31,7 +25,7 @@ from transport import (
     measure,
 )
 
-from beast.processes.lifetime import exit_with_parent
+from beast.processes.machine import keep_freed_memory
 
 SIZES = [8, 32, 128, 512, 1024, 2048, 4096]
 ENVS_PER_STREAM, MAX_STREAMS = 32, 64
@@ -83,25 +77,9 @@ def max_rollouts(case):
     return num_envs + one_row + (QUEUE_SIZE - 1 + case.envs_per_stream) + 2 * BATCH_SIZE
 
 
-def learner_main(case, seconds, pipe):
-    from beast.processes.machine import keep_freed_memory
-
-    exit_with_parent()
+def measure_as_learner(case, seconds):
     keep_freed_memory()  # as polybeast.py does
-    pipe.send(measure(case, seconds))
-
-
-def measure_apart(case, seconds):
-    """Measure with a learner process of its own."""
-    context = multiprocessing.get_context("spawn")
-    pipe, far_end = context.Pipe()
-    learner = context.Process(target=learner_main, args=(case, seconds, far_end))
-    learner.start()
-    far_end.close()  # so that recv raises if the process dies
-    try:
-        return pipe.recv()
-    finally:
-        learner.join()
+    return measure(case, seconds)
 
 
 def row_of(case, measurements):
@@ -150,7 +128,7 @@ def main():
     measurements = {case: [] for case in cases}
     for _ in range(flags.repeats):
         for case in cases:
-            measurements[case].append(measure_apart(case, flags.seconds))
+            measurements[case].append(run_apart(measure_as_learner, case, flags.seconds))
     for name in names:
         case = next(case for case in cases if case.name == name)
         print(f"\n{name}, {rollout_bytes(case):,} bytes a rollout of one environment:\n")

@@ -6,20 +6,16 @@
 For each net: first the exchange alone, between 2 and 4 ranks that do nothing else, by what torchrun
 starts and PolyBeast uses. Then learning from random rollouts, in turn by one learner with a thread
 on each of two cores and twice the batch, and by two learners with a thread and a batch each. All on
-this machine, over gloo. Prints Markdown, and what networks would take for as many bytes.
+this machine, over gloo. Prints Markdown.
 """
 
 import argparse
 import json
 import os
-import pathlib
 import statistics
 import subprocess
 import sys
 import time
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 import gymnasium as gym
 import numpy as np
@@ -35,21 +31,17 @@ from beast.learners.learner import Learner
 from beast.processes.machine import keep_freed_memory
 
 
-def measure(arguments):
-    """Be a rank, or the only learner: return seconds an update, and of them in the exchange."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--worker", action="store_true")
-    parser.add_argument("--net")
-    parser.add_argument("--batch_size", type=int)  # 0: exchange alone
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--updates", type=int)
-    options = parser.parse_args(arguments)
+def measure(net, batch_size, threads, updates):
+    """Be a rank, or the only learner: print seconds an update, and of them in the exchange.
+
+    With a batch size of 0 the exchange is all that an update does.
+    """
     flags = polybeast.parser.parse_args(["--disable_cuda", "--learning_rate", "1e-8"])
     keep_freed_memory()  # as the programs do
     ranks = torchrun.join_group(flags)
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(threads)
     space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
-    net = polybeast.Net(space, NUM_ACTIONS, False, options.net)
+    net = polybeast.Net(space, NUM_ACTIONS, False, net)
     choose_precision(flags, net, [torch.device("cpu")])
     optimizer, decay = polybeast.create_optimizer(flags, net)
     learner = Learner(net, optimizer, decay, LocalWeights(net))
@@ -66,7 +58,7 @@ def measure(arguments):
             exchange += time.perf_counter() - begin
 
     ranks.sum = timed_sum
-    if options.batch_size == 0:
+    if batch_size == 0:
         for parameter in net.parameters():
             parameter.grad = torch.ones_like(parameter)
 
@@ -75,7 +67,7 @@ def measure(arguments):
                 parameter.grad.fill_(1.0)
             timed_sum(net, {"steps": torch.ones(())})
     else:
-        batch = make_batch(space, NUM_ACTIONS, flags.unroll_length, options.batch_size)
+        batch = make_batch(space, NUM_ACTIONS, flags.unroll_length, batch_size)
 
         def update():
             polybeast.learn(flags, net, batch, (), optimizer, ranks)
@@ -83,25 +75,19 @@ def measure(arguments):
     for _ in range(3):
         update()
     exchange, begin = 0.0, time.perf_counter()
-    for _ in range(options.updates):
+    for _ in range(updates):
         update()
-    seconds = (time.perf_counter() - begin) / options.updates
+    seconds = (time.perf_counter() - begin) / updates
     ranks.leave(is_over=True)
     if ranks.rank == 0:
-        print(json.dumps([seconds, exchange / options.updates]), flush=True)
+        print(json.dumps([seconds, exchange / updates]), flush=True)
 
 
 def run(num_ranks, **options):
     """Return what rank 0 has measured."""
-    arguments = [a for name, value in options.items() for a in (f"--{name}", str(value))]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [
-        sys.executable,
-        *(launcher if num_ranks > 1 else []),
-        __file__,
-        "--worker",
-        *arguments,
-    ]
+    command = [sys.executable, *(launcher if num_ranks > 1 else [])]
+    command += [__file__, "--worker", json.dumps(options)]
     # torchrun would set it, too, with a warning; the number of threads is set in the process.
     environment = os.environ | ({"OMP_NUM_THREADS": "1"} if num_ranks > 1 else {})
     result = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=True)
@@ -141,13 +127,10 @@ def main():
         print("| | ms an update, or % of it |\n|---|---|")
         for what, values in times.items():
             print(f"| {what} | {show(values)} |")
-        for gigabits in (10, 100):
-            ms = 1e3 * 2 * num_bytes * 8 / (gigabits * 1e9)
-            print(f"| {gigabits} Gb/s, many ranks: twice the bytes | {ms:.1f} |")
 
 
 if __name__ == "__main__":
     if "--worker" in sys.argv:
-        measure(sys.argv[1:])
+        measure(**json.loads(sys.argv[2]))
     else:
         main()

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks and campaigns report of the machine, and read of its processes."""
+"""What benchmarks and campaigns report of the machine, and read of its processes.
 
+After `import machine` they can import the programs, too.
+"""
+
+import concurrent.futures
+import contextlib
 import datetime
+import multiprocessing
 import os
 import pathlib
 import platform
@@ -10,6 +16,9 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from beast.processes.lifetime import exit_with_parent
 
 
 def print_header(*modules):
@@ -50,7 +59,27 @@ def descendants(pid):
     return [d for child in map(int, children) for d in (child, *descendants(child))]
 
 
+def processes_of(mark):
+    """Return ids and command lines of all processes with this mark in their environment.
+
+    Neither a process group nor parents lead to all of them: Ray's processes leave both.
+    """
+    pids = {}
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes():
+                pids[int(folder.name)] = (folder / "cmdline").read_bytes()
+    return pids
+
+
 def read_status(pid, key):
     """Return a number from /proc/pid/status, where memory is in KiB."""
     text = pathlib.Path(f"/proc/{pid}/status").read_text()
     return int(re.search(rf"^{key}:\s+(\d+)", text, re.MULTILINE)[1])
+
+
+def run_apart(function, *arguments):
+    """Return what a function returns in a new process, which ends with this one."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context, exit_with_parent) as pool:
+        return pool.submit(function, *arguments).result()

@@ -11,22 +11,13 @@ processes hold then: proportional shares, so that what several of them share cou
 
 import argparse
 import pathlib
-import subprocess
-import sys
-import tempfile
 import time
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 import ale_py
 import torch
-from ab import read_rows
-from machine import descendants, print_header
+from ab import running
+from machine import ROOT, descendants, print_header
 
-START_SECONDS = (
-    300  # within which a program has written two rows of its log, on a loaded machine too
-)
 SIZE_FLAGS = {
     "monobeast": "--num_actors {0} --envs_per_actor {1}",
     "polybeast": "--num_servers {0} --num_actors {0} --envs_per_stream {1}",
@@ -42,35 +33,12 @@ def memory_of(pid):
 
 def measure(program, arguments, seconds):
     """Run the program; return the memory of its own process, and of each of the others."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            f"{program}.py",
-            *arguments,
-            "--savedir",
-            folder,
-            "--xpid",
-            "run",
-        ]
-        process = subprocess.Popen(
-            [*command, "--disable_checkpoint", "--disable_cuda", "--end_with_stdin"],
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        log, end = pathlib.Path(folder, "run", "logs.csv"), time.monotonic() + START_SECONDS
-        while len(read_rows(log)) < 2:
-            if process.poll() is not None:
-                raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
-            if time.monotonic() > end:
-                process.kill()
-                process.wait()
-                raise RuntimeError(f"{' '.join(command)} logged too little in {START_SECONDS} s")
+    script = ROOT / f"{program}.py"
+    with running(script, *arguments, "--disable_cuda", "--end_with_stdin") as (process, read):
+        while len(read()) < 2:
             time.sleep(0.2)
         time.sleep(seconds)
-        own = memory_of(process.pid)
-        others = [memory_of(pid) for pid in descendants(process.pid)]
-        process.stdin.close()
-        process.wait()
-    return own, others
+        return memory_of(process.pid), [memory_of(pid) for pid in descendants(process.pid)]
 
 
 def main():

@@ -8,20 +8,11 @@ Calls `learn` of polybeast.py on random rollouts that lie on the device already,
 that come from the CPU and are answered there, as in its inference. On the GPU if there is one, with
 the highest use of its memory in brackets (rows lie in pinned memory then; in fp32, PyTorch lets its
 convolutions compute in TF32); else on one core, in agent steps a second of the thread's CPU time.
-`--trace FILE` profiles ten updates of the first net, precision and batch size instead.
-`--contended` measures learning and inference at the same time, in two threads of this process, as
-PolyBeast does both. Prints Markdown.
+Prints Markdown.
 """
 
 import argparse
-import itertools
-import pathlib
-import sys
-import threading
 import time
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 import gymnasium as gym
 import numpy as np
@@ -79,8 +70,8 @@ def make_batch(space, num_actions, T, B):
     return batch
 
 
-def make_learning(program, flags, model, space):
-    """Return a function that takes one step of the optimizer with the program's `learn`."""
+def rate_of_learning(program, flags, model, space, seconds):
+    """Return steps/s of the program's `learn`."""
     T, B = flags.unroll_length, flags.batch_size
     device = get_device(flags)
     model.to(device)
@@ -88,13 +79,11 @@ def make_learning(program, flags, model, space):
     batch, agent_state = map_nest(lambda x: x.to(device), (batch, model.initial_state(B)))
     # So small a step that the weights stay what they are: the data mean nothing.
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-8)
-    return lambda: program.learn(flags, model, batch, agent_state, optimizer)
 
+    def learning():
+        program.learn(flags, model, batch, agent_state, optimizer)
 
-def rate_of_learning(program, flags, model, space, seconds):
-    learning = make_learning(program, flags, model, space)
-    clock = clock_of(get_device(flags))
-    return rate_of(learning, flags.unroll_length * flags.batch_size, seconds, clock)
+    return rate_of(learning, T * B, seconds, clock_of(device))
 
 
 @torch.no_grad()
@@ -113,34 +102,6 @@ def rate_of_inference(flags, model, space, num_rows, device, seconds):
         return rate_of(infer, num_rows, seconds, clock_of(device))
 
 
-def together(*functions):
-    """Return what functions return that run at the same time, in threads."""
-    results = [None] * len(functions)
-
-    def run(i):
-        results[i] = functions[i]()
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
-def write_trace(path, learning):
-    """Profile ten updates: a trace for chrome://tracing, and a table of the longest operators."""
-    for _ in range(5):
-        learning()
-    with torch.profiler.profile() as profiler:
-        for _ in range(10):
-            learning()
-    profiler.export_chrome_trace(path)
-    what = "cuda" if torch.cuda.is_available() else "cpu"
-    averages = profiler.key_averages()
-    print(averages.table(sort_by=f"self_{what}_time_total", row_limit=25, max_name_column_width=90))
-
-
 def main():
     def names(text):
         return text.split(",") if text else []
@@ -155,16 +116,12 @@ def main():
     parser.add_argument("--batch_sizes", default="8,32,128,512", type=numbers, help="rollouts")
     parser.add_argument("--rows", default="16,32,64,128,256,512", type=numbers, help="at once")
     parser.add_argument("--precisions", default="fp32,bf16", type=names, help="to compare")
-    parser.add_argument("--unroll_length", default=20, type=int, help="steps in a rollout")
     parser.add_argument("--seconds", default=3.0, type=float, help="a measurement")
     parser.add_argument("--disable_cuda", action="store_true", help="measure the CPU")
-    parser.add_argument("--contended", action="store_true", help="measure both at the same time")
-    parser.add_argument("--trace", help="profile instead, and write a trace there")
     options = parser.parse_args()
     torch.set_num_threads(1)
     space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
     flags = polybeast.parser.parse_args(["--disable_cuda"] if options.disable_cuda else [])
-    flags.unroll_length = options.unroll_length
     device = get_device(flags)
     if device.type == "cpu":
         keep_freed_memory()  # as the learner does
@@ -189,31 +146,7 @@ def main():
 
     print_header(gym, np, torch)
     where = torch.cuda.get_device_name() if device.type == "cuda" else "one core"
-    print(f"- {where}; 4x84x84, unroll length {options.unroll_length}\n", flush=True)
-    if options.trace:
-        flags.precision, flags.batch_size = options.precisions[0], options.batch_sizes[0]
-        model = polybeast.Net(space, NUM_ACTIONS, False, options.nets[0])
-        write_trace(options.trace, make_learning(polybeast, flags, model, space))
-        return
-    if options.contended:
-        print(
-            "| net | rollouts a batch | rows at once | learning | inference |\n" + "|---" * 5 + "|"
-        )
-        for net, precision, batch_size, rows in itertools.product(
-            options.nets, options.precisions, options.batch_sizes, options.rows
-        ):
-            rates = together(
-                lambda case=(net, precision, batch_size): learning(*case),
-                lambda case=(net, precision, rows): inference(*case),
-            )
-            cells = [
-                f"{net} {precision}",
-                str(batch_size),
-                str(rows),
-                *(f"{r:,.0f}" for r in rates),
-            ]
-            print("|", " | ".join(cells), "|", flush=True)
-        return
+    print(f"- {where}; 4x84x84, unroll length {flags.unroll_length}\n", flush=True)
     for function, title, sizes in (
         (learning, "learning, rollouts a batch", options.batch_sizes),
         (inference, "inference, rows at once", options.rows),

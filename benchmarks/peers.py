@@ -2,18 +2,16 @@
 """How many agent steps a second does learning make, next to other libraries on this machine?
 
     python benchmarks/peers.py [--repeats 3] [--seconds 40] [flags of monobeast.py]
-    python benchmarks/peers.py --peers rllib --flags "runners=1 batch=640"    try other settings
-    python benchmarks/peers.py --suite ppo-cheetah [flags of ppo.py]          PPO alone
+    python benchmarks/peers.py --suite ppo-cheetah [flags of ppo.py]    PPO alone
 
 A suite is one task, with the same net for all: IMPALA and others learn Pong with the shallow net;
 PPO learns Pong, and HalfCheetah, with equal batches, epochs and numbers of environments; SAC learns
 HalfCheetah and DQN Pong, with equal batches and replay ratios, so that steps/s compare updates/s.
 Where a library has two rows for one algorithm, the faster one is the peer. Programs run one after
 the other and over again, so that a slow minute slows all of them. Counted are steps learned from,
-for `--seconds`, after a third of that to warm up. On first use (or with --setup alone) each peer
-gets a virtual environment of its own in `--folder`, of the versions below; what does not install or
-start is reported with the reason. The peers' drivers are in benchmarks/peers. Linux only. Prints
-Markdown.
+for `--seconds`, after a third of that to warm up. On first use each peer gets a virtual environment
+of its own in build/peers, of the versions below; what does not install or start is reported with
+the reason. The peers' drivers are in benchmarks/peers. Linux only. Prints Markdown.
 """
 
 import argparse
@@ -21,7 +19,6 @@ import contextlib
 import os
 import pathlib
 import re
-import shlex
 import signal
 import statistics
 import subprocess
@@ -31,14 +28,11 @@ import time
 import typing
 import uuid
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 import ale_py
 import gymnasium as gym
 import numpy as np
 import torch
-from machine import print_header
+from machine import ROOT, print_header, processes_of
 from whole import measure_whole
 
 import dqn
@@ -165,12 +159,6 @@ PEERS = {
             ("-threads", 1, count_cores()),
         )
     },
-    # Its only version here is of 2020: it needs gym before 0.22, whose games have no wheel for
-    # Python 3.11. Newer scripts are in its repository only.
-    "cleanrl": Peer(
-        "torch==2.13.0 cleanrl==0.4.8 opencv-python-headless==5.0.0.93",
-        "-m cleanrl.ppo_atari --gym-id PongNoFrameskip-v4",
-    ),
 }
 
 
@@ -196,7 +184,7 @@ PRECISIONS = {"": [], ", fp32": ["--precision", "fp32"]}
 SUITES = {
     "impala": Suite(
         monobeast, "PongNoFrameskip-v4", {f"monobeast{k}": v for k, v in PRECISIONS.items()},
-        ["sample_factory", "rllib", "torchrl", "sb3-a2c", "sb3-ppo", "cleanrl"],
+        ["sample_factory", "rllib", "torchrl", "sb3-a2c", "sb3-ppo"],
     ),
     "ppo-pong": Suite(
         ppo, "PongNoFrameskip-v4", {f"ppo{k}": v for k, v in PRECISIONS.items()},
@@ -229,9 +217,9 @@ SUITES = {
 }  # fmt: skip
 
 
-def set_up(name, folder):
+def set_up(name):
     """Make the peer's virtual environment, unless it is there; return its python."""
-    venv = folder / name.split("-")[0]
+    venv = ROOT / "build" / "peers" / name.split("-")[0]
     python = venv / "bin" / "python"
     installed = venv / "requirements.txt"
     requirements = "\n".join(PEERS[name].requirements.split())
@@ -254,19 +242,6 @@ def last_error(output):
     return re.sub(r" \(/.*\)", "", (errors or lines or ["no output"])[-1])[:200]
 
 
-def processes_of(mark):
-    """Return ids and command lines of all processes with this mark in their environment.
-
-    Neither a process group nor parents lead to all of them: Ray's processes leave both.
-    """
-    pids = {}
-    for folder in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in (folder / "environ").read_bytes():
-                pids[int(folder.name)] = (folder / "cmdline").read_bytes()
-    return pids
-
-
 def stop(process, mark):
     """Interrupt the program; what is left of it after a while is killed."""
     process.send_signal(signal.SIGINT)
@@ -284,13 +259,12 @@ def stop(process, mark):
     process.wait()
 
 
-def measure_peer(name, python, flags, seconds):
+def measure_peer(name, python, seconds):
     """Run the peer; return its steps/s after a third of the time to warm up."""
     mark = f"BENCHMARK_OF_PEERS={uuid.uuid4()}"
     key, value = mark.split("=")
-    command = [python, *shlex.split(PEERS[name].command), *flags]
-    if command[1].endswith(".py"):
-        command[1] = ROOT / "benchmarks" / "peers" / command[1]
+    script, *arguments = PEERS[name].command.split()
+    command = [python, ROOT / "benchmarks" / "peers" / script, *arguments]
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w") as log:
         # All that it writes goes to the folder, also what is for the home folder. One thread a
         # process, unless its driver sets another number: with more processes than cores, threads
@@ -333,11 +307,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=40, help="for a program (default: 40)")
     parser.add_argument("--suite", default="impala", choices=SUITES, help="(default: impala)")
     parser.add_argument("--peers", nargs="+", choices=PEERS, help="(default: those of the suite)")
-    parser.add_argument("--flags", default="", help="for the drivers of all peers")
-    parser.add_argument("--setup", action="store_true", help="install the peers, measure nothing")
-    parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build" / "peers")
     options, arguments = parser.parse_known_args()
-    folder = options.folder.expanduser().resolve()
     suite = SUITES[options.suite]
     arguments = ["--env", suite.env, *arguments]
     flags = suite.program.parser.parse_args(arguments)  # refuses a wrong flag now
@@ -345,12 +315,9 @@ def main():
     reasons, pythons = {}, {}
     for name in options.peers or suite.peers:
         try:
-            pythons[name] = set_up(name, folder)
+            pythons[name] = set_up(name)
         except PeerError as error:
             reasons[name] = str(error)
-
-    if options.setup:
-        sys.exit("\n".join(f"{name} {reason}" for name, reason in reasons.items()) or None)
 
     print_header(ale_py, gym, np, torch)
     print(f"- {suite.env}, median of {options.repeats} rounds", flush=True)
@@ -361,8 +328,7 @@ def main():
             rates[name].append(rate)
         for name in [name for name in pythons if name not in reasons]:
             try:
-                extra = shlex.split(options.flags)
-                rates[name].append(measure_peer(name, pythons[name], extra, options.seconds))
+                rates[name].append(measure_peer(name, pythons[name], options.seconds))
             except PeerError as error:
                 reasons[name] = str(error)
             print(name, rates[name], reasons.get(name, ""), file=sys.stderr)

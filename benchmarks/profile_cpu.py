@@ -9,9 +9,7 @@ Writes PROGRAM-main.svg, PROGRAM-actor.svg and so on into --output, and prints t
 
 py-spy is a tool for this alone, so it stands in no requirements file; where it is not installed,
 pip fetches it into a temporary folder. It samples Python's threads, those that wait included, but
-not the C++ threads of the actor pool and of gRPC. `--tool perf` samples all threads, while they
-run, without names of Python functions and without a flame graph; it is also taken where there is no
-py-spy.
+not the C++ threads of the actor pool and of gRPC: `perf record` does.
 """
 
 import argparse
@@ -19,19 +17,15 @@ import collections
 import pathlib
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 import numpy as np
 import torch
-from ab import read_rows
-from machine import cpu_seconds, descendants, print_header
+from ab import running
+from machine import ROOT, cpu_seconds, descendants, print_header
 
 WORKERS = {"monobeast": "actor", "polybeast": "server"}
 PY_SPY = "py-spy==0.4.3"
@@ -61,17 +55,17 @@ CALLERS = {
 
 
 def find_py_spy(folder):
-    """Return the path of py-spy, which may have to be fetched; None if it cannot be."""
+    """Return the path of py-spy, which may have to be fetched."""
     beside = pathlib.Path(sys.executable).parent / "py-spy"
     found = str(beside) if beside.exists() else shutil.which("py-spy")
     if found is None:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, PY_SPY]
-        if subprocess.run(pip, check=False).returncode == 0:
-            found = f"{folder}/bin/py-spy"
+        subprocess.run(pip, check=True)
+        found = f"{folder}/bin/py-spy"
     return found
 
 
-def record_py_spy(py_spy, pid, seconds, svg):
+def record(py_spy, pid, seconds, svg):
     """Return stacks and their counts of samples, and draw the flame graph of as many others."""
     with tempfile.NamedTemporaryFile("r") as raw:
         for form, path in (("raw", raw.name), ("flamegraph", svg)):
@@ -80,21 +74,6 @@ def record_py_spy(py_spy, pid, seconds, svg):
             subprocess.run(command, check=True, capture_output=True)
         lines = [line.rsplit(" ", 1) for line in raw.read().splitlines()]
     return [(stack.split(";"), int(count)) for stack, count in lines]
-
-
-def record_perf(pid, seconds):
-    """Return the same, of all threads and only while they run."""
-    with tempfile.NamedTemporaryFile() as data:
-        record = ["perf", "record", "-e", "cpu-clock", "-F", "99", "-g", "-p", str(pid)]
-        record += ["-o", data.name, "--", "sleep", str(seconds)]
-        subprocess.run(record, check=True, capture_output=True)
-        script = ["perf", "script", "-i", data.name, "-F", "ip,sym,dso"]
-        text = subprocess.run(script, check=True, capture_output=True, text=True).stdout
-    stacks = []
-    for block in text.strip().split("\n\n"):
-        frames = re.findall(r"^\s*[0-9a-f]+ (.+) \((?:.*/)?([^/\n]+)\)$", block, re.MULTILINE)
-        stacks.append(([f"{name} ({file})" for name, file in reversed(frames)] or ["?"], 1))
-    return stacks
 
 
 def group_of(stack):
@@ -134,24 +113,15 @@ def print_tables(title, stacks):
         print(f"| `{name}` | {group} | {count / busy:.1%} |", flush=True)
 
 
-def profile(program, options, arguments, record):
-    with tempfile.TemporaryDirectory() as savedir:
-        command = [sys.executable, str(ROOT / f"{program}.py"), "--savedir", savedir]
-        command += ["--xpid", "profile", "--disable_checkpoint", "--disable_cuda", *arguments]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        try:
-            while not read_rows(pathlib.Path(savedir) / "profile" / "logs.csv"):
-                if process.poll() is not None:
-                    sys.exit(f"{program}.py has ended: try `{' '.join(command)}`")
-                time.sleep(1)
-            time.sleep(options.warmup)
-            worker = max(descendants(process.pid), key=lambda pid: cpu_seconds([pid]))
-            for name, pid in (("main", process.pid), (WORKERS[program], worker)):
-                svg = pathlib.Path(options.output) / f"{program}-{name}.svg"
-                print_tables(f"{program}.py, {name}", record(pid, options.seconds, str(svg)))
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait()
+def profile(program, options, arguments, py_spy):
+    with running(ROOT / f"{program}.py", "--disable_cuda", *arguments) as (process, read):
+        while not read():
+            time.sleep(1)
+        time.sleep(options.warmup)
+        worker = max(descendants(process.pid), key=lambda pid: cpu_seconds([pid]))
+        for name, pid in (("main", process.pid), (WORKERS[program], worker)):
+            svg = pathlib.Path(options.output) / f"{program}-{name}.svg"
+            print_tables(f"{program}.py, {name}", record(py_spy, pid, options.seconds, str(svg)))
 
 
 def main():
@@ -160,22 +130,14 @@ def main():
     parser.add_argument("--seconds", type=int, default=20, help="of a recording (default: 20)")
     parser.add_argument("--warmup", type=int, default=10, help="seconds from the first update on")
     parser.add_argument("--output", default="profiles", help="folder (default: profiles)")
-    parser.add_argument("--tool", choices=["py-spy", "perf"], default="py-spy")
     options, arguments = parser.parse_known_args()
     pathlib.Path(options.output).mkdir(parents=True, exist_ok=True)
     print_header(np, torch)
     with tempfile.TemporaryDirectory() as folder:
-        py_spy = find_py_spy(folder) if options.tool == "py-spy" else None
-        tool = f"{PY_SPY}, 50 samples/s" if py_spy else "perf, 99 samples/s"
-        print(f"- {tool}, {options.seconds} s a process")
-
-        def record(pid, seconds, svg):
-            if py_spy:
-                return record_py_spy(py_spy, pid, seconds, svg)
-            return record_perf(pid, seconds)
-
+        py_spy = find_py_spy(folder)
+        print(f"- {PY_SPY}, 50 samples/s, {options.seconds} s a process")
         for program in WORKERS if options.program == "both" else [options.program]:
-            profile(program, options, arguments, record)
+            profile(program, options, arguments, py_spy)
 
 
 if __name__ == "__main__":

@@ -9,23 +9,17 @@ of the first one's batches, and the ratio, each round's and the median.
 """
 
 import argparse
-import csv
 import os
-import pathlib
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from ab import running, steps_per_second
+from machine import print_header, processes_of
 
-from machine import print_header
-
-LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-FLAGS = "--xpid run --num_actors 1 --envs_per_actor 8 --disable_cuda --disable_checkpoint"
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone"]
+FLAGS = ["--num_actors", "1", "--envs_per_actor", "8", "--disable_cuda"]
 
 
 def be_rank():
@@ -40,55 +34,26 @@ def be_rank():
     monobeast.run_program(monobeast.main)
 
 
-def read_rows(folder):
-    """Return time and step of each row of the log."""
-    path = folder / "run" / "logs.csv"
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        return [(float(row["_time"]), int(row["step"])) for row in csv.DictReader(file)]
-
-
-def find_actors(rank):
-    """Return the process ids of the actors of a rank, whose core they share."""
-    actors = []
-    for path in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            command = (path / "cmdline").read_bytes()
-            environment = (path / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"forkserver" in command and f"STARVATION_RANK={rank}".encode() in environment:
-            actors.append(int(path.name))
-    return actors
-
-
 def measure(num_ranks, seconds):
     """Return the steps/s that the first rank's batches make; a second rank has none."""
-    with tempfile.TemporaryDirectory() as folder:
-        folder, stopped = pathlib.Path(folder), []
-        command = [*LAUNCHER, f"--nproc-per-node={num_ranks}", __file__, "--rank", *FLAGS.split()]
-        command += ["--savedir", folder]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    stopped, launcher = [], [*LAUNCHER, f"--nproc-per-node={num_ranks}"]
+    with running(*launcher, __file__, "--rank", *FLAGS) as (_, read):
         try:
-            while len(read_rows(folder)) < 10:  # when compilers, caches and queues are warm
-                assert process.poll() is None, "the learners have ended"
+            while len(read()) < 10:  # when compilers, caches and queues are warm
                 time.sleep(1)
             if num_ranks > 1:
-                stopped = find_actors(1)
+                marked = processes_of("STARVATION_RANK=1")
+                stopped = [pid for pid, command in marked.items() if b"forkserver" in command]
                 assert stopped, "the second rank has no actors"
                 for pid in stopped:
                     os.kill(pid, signal.SIGSTOP)
                 time.sleep(10)  # until it has used up what it had
-            begin, first = read_rows(folder)[-1]
+            first = read()[-1]
             time.sleep(seconds)
-            end, last = read_rows(folder)[-1]
-            return (last - first) / (end - begin)
+            return steps_per_second([first, read()[-1]])
         finally:
             for pid in stopped:
                 os.kill(pid, signal.SIGCONT)
-            process.terminate()
-            process.wait()
 
 
 def main():

@@ -21,8 +21,9 @@ import time
 
 import gymnasium as gym
 import numpy as np
+import torch
+from machine import ROOT, print_header
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 NUM_AGENTS, NUM_ENVS = 4, 4  # and environments an agent
 SLEEP, FACTOR = 0.002, 10  # seconds a step; of the slow agent, so many times as long
 FLAGS = f"--num_agents {NUM_AGENTS} --envs_per_agent {NUM_ENVS} --disable_cuda --disable_checkpoint"
@@ -100,10 +101,6 @@ def measure(exchange, has_straggler, seconds):
 
 
 def main():
-    sys.path.insert(0, str(ROOT))
-    import torch
-    from machine import print_header
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--repeats", type=int, default=3)

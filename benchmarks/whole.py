@@ -31,15 +31,9 @@ import copy
 import functools
 import itertools
 import math
-import multiprocessing
 import os
-import pathlib
 import statistics
-import sys
 import time
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 import ale_py
 import gymnasium as gym
@@ -47,7 +41,7 @@ import numpy as np
 import torch
 import transport
 from ab import run_program, steps_per_second
-from machine import print_header
+from machine import print_header, run_apart
 from net import rate_of, rate_of_inference, rate_of_learning
 
 import monobeast
@@ -181,24 +175,12 @@ PARTS = ENVIRONMENTS | {
 }
 
 
-def measure_part(name, program, flags, num_rows, seconds, pipe):
+def measure_part(name, program, flags, num_rows, seconds):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     if get_device(flags).type == "cpu":
         keep_freed_memory()  # as the learner does
-    pipe.send(PARTS[name](PROGRAMS[program], flags, num_rows, seconds))
-
-
-def measure_apart(*arguments):
-    """Measure a part in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    pipe, far_end = context.Pipe()
-    process = context.Process(target=measure_part, args=(*arguments, far_end))
-    process.start()
-    far_end.close()  # so that recv raises if the process dies
-    rate = pipe.recv()
-    process.join()
-    return rate
+    return PARTS[name](PROGRAMS[program], flags, num_rows, seconds)
 
 
 def measure_whole(program, arguments, seconds):
@@ -287,8 +269,8 @@ def main():
             logs.append(log)
             num_rows = round(log.get("inference_batch_size", 0)) or get_num_envs(program, flags)
             for name in PARTS:
-                rate = measure_apart(name, program_name, flags, num_rows, options.seconds)
-                rates[name].append(rate)
+                part = name, program_name, flags, num_rows, options.seconds
+                rates[name].append(run_apart(measure_part, *part))
         log = {key: statistics.mean(each[key] for each in logs) for key in logs[0]}
         report(program, flags, rates, log)
 

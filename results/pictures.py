@@ -7,7 +7,6 @@ A suite is a folder of runs, which are folders with meta.json and logs.csv. publ
 others reported, which the pictures show as broken lines; the READMEs have the protocols.
 """
 
-import argparse
 import csv
 import pathlib
 import sys
@@ -59,14 +58,6 @@ LEARNERS = {  # panels of that picture: folders of runs of one learner, and of s
     "MinAtar Breakout": ("tuning/relu/breakout-*", "learners/breakout-*"),
     "Pong": ("atari/pong-1[1-5]", "learners/pong-*"),
 }
-SUITES = {  # and whether their runs are IMPALA's
-    "atari": True,
-    "minatar": True,
-    "ppo": False,
-    "gala": False,
-    "replay": False,
-    "environments": False,
-}
 
 
 def read_suite(name):
@@ -114,12 +105,12 @@ def describe_goal(run):
     steps, returns = finite(run, RETURN)
     passed = np.flatnonzero(returns >= goal)
     if not passed.size:
-        return f"{goal:,} | - | -"
+        return f"{goal:,}", "-", "-"
     step = steps[passed[0]]
     minutes = run.columns["minutes"][run.columns["steps"] >= step][0]
     then = returns[(steps >= step) & (steps <= step + AFTERWARDS)]
     when = f"{step / 1e6:.2f} M, {minutes:.1f} min"
-    return f"{goal:,} | {when} | {np.median(then):.5g}, {then.min():.5g}"
+    return f"{goal:,}", when, f"{np.median(then):.5g}, {then.min():.5g}"
 
 
 def draw_diagnostics(name="clipping"):
@@ -150,43 +141,28 @@ def draw_diagnostics(name="clipping"):
     figure.savefig(HERE / f"{name}.png")
 
 
-def draw_suite(name, is_impala):
-    """Draw the return of each run against its steps, and print a row for each."""
-    games = read_suite(name)
+def draw_returns(name, games, describe, titles, linewidth=1):
+    """Draw the return of each run against its steps, and print a row for each.
+
+    `describe` returns a run's arm, whose runs share a color, and its cells below `titles`.
+    """
     with open(HERE / "published.csv", newline="") as file:
         published = [row for row in csv.DictReader(file) if row["suite"] == name]
     figure, axes = panels(games)
-    # The KL of ppo.py is of one rollout, gala.py has none.
-    more = " goal | passed after, in | then: median, lowest | KL: median, 99 % | above 0.1 |"
-    print(f"\n{name}\n\n| run | steps | minutes | last 100 games | highest |{more * is_impala}")
-    print("|---|---|---|---|---|" + "---|---|---|---|---|" * is_impala)
+    titles = ["run", "steps", "minutes", "last 100 games", "highest", *titles]
+    print(f"\n{name}\n\n| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
     for panel, (game, runs) in zip(axes, games.items(), strict=False):
         colors = {}
         for run in runs:
             steps, returns = finite(run, RETURN)
-            flags = run.meta["flags"]
-            kinds = {
-                "with an LSTM": flags.get("use_lstm"),
-                "PolyBeast's deep net": flags.get("model") == "deep",
-                "with --replay_ratio 1": flags.get("replay_ratio"),
-                "PolyBeast on a GPU": run.meta.get("device", "cpu") != "cpu",
-            }
-            # Runs that differ by their seeds alone share a color.
-            arm = run.name.rpartition("-")[0]
-            if is_impala:
-                arm = next((kind for kind, is_so in kinds.items() if is_so), "MonoBeast")
+            arm, cells = describe(run)
             panel.plot(
-                steps / 1e6, returns, linewidth=1, label=None if arm in colors else arm,
+                steps / 1e6, returns, linewidth=linewidth, label=None if arm in colors else arm,
                 color=colors.setdefault(arm, f"C{len(colors)}"),
             )  # fmt: skip
-            row = (
-                f"| {run.name} | {steps[-1] / 1e6:.2f} M | {run.columns['minutes'][-1]:.1f} "
-                f"| {returns[-1]:.5g} | {returns.max():.5g} |"
-            )
-            if is_impala:
-                kl, high, share = large_kl(run)
-                row += f" {describe_goal(run)} | {kl:.2g}, {high:.2g} | {share:.1%} |"
-            print(row)
+            numbers = f"{run.columns['minutes'][-1]:.1f}", f"{returns[-1]:.5g}"
+            cells = [run.name, f"{steps[-1] / 1e6:.2f} M", *numbers, f"{returns.max():.5g}", *cells]
+            print(f"| {' | '.join(cells)} |")
         shown = [row for row in published if row["env"] == game]
         for row, style in zip(shown, ("--", "-.", ":"), strict=False):
             panel.axhline(
@@ -196,6 +172,30 @@ def draw_suite(name, is_impala):
         panel.set_xlabel("million agent steps")
     figure.suptitle("mean return of the last 100 games in training")
     figure.savefig(HERE / f"{name}.png")
+
+
+def describe_suite(run):
+    return run.name.rpartition("-")[0], []  # runs that differ by their seeds alone share a color
+
+
+def describe_impala(run):
+    kl, high, share = large_kl(run)
+    flags = run.meta["flags"]
+    kinds = {
+        "with an LSTM": flags.get("use_lstm"),
+        "PolyBeast's deep net": flags.get("model") == "deep",
+        "with --replay_ratio 1": flags.get("replay_ratio"),
+        "PolyBeast on a GPU": run.meta.get("device", "cpu") != "cpu",
+    }
+    arm = next((kind for kind, is_so in kinds.items() if is_so), "MonoBeast")
+    return arm, [*describe_goal(run), f"{kl:.2g}, {high:.2g}", f"{share:.1%}"]
+
+
+def describe_learners(run):
+    number = run.meta["flags"].get("num_learners", 1)
+    lag = finite(run, "policy_lag_mean")[1].mean()
+    cells = [f"{number} x {run.meta['flags']['batch_size']}", f"{lag:.1f}"]
+    return f"{number} learner{'s' * (number > 1)}", cells
 
 
 def draw_staleness(name="staleness"):
@@ -240,34 +240,6 @@ def draw_staleness(name="staleness"):
     figure.savefig(HERE / f"{name}.png")
 
 
-def draw_learners(name="learners"):
-    """Draw runs of one learner and of several, and print a row for each."""
-    figure, axes = panels(LEARNERS)
-    print(f"\n{name}\n\n| run | learners x batch | steps | last 100 games | highest | policy lag |")
-    print("|---|---|---|---|---|---|")
-    for panel, patterns in zip(axes, LEARNERS.values(), strict=True):
-        labeled = set()
-        for path in (path for pattern in patterns for path in sorted(HERE.glob(pattern))):
-            run = read_run(str(path), notes=[])
-            flags, (steps, returns) = run.meta["flags"], finite(run, RETURN)
-            number = flags.get("num_learners", 1)
-            label = f"{number} learner{'s' * (number > 1)}"
-            panel.plot(
-                steps / 1e6, returns, color=f"C{number // 2}", linewidth=0.9,
-                label=None if label in labeled else label,
-            )  # fmt: skip
-            labeled.add(label)
-            lag = finite(run, "policy_lag_mean")[1].mean()
-            print(
-                f"| {run.name} | {number} x {flags['batch_size']} | {steps[-1] / 1e6:.2f} M "
-                f"| {returns[-1]:.4g} | {returns.max():.4g} | {lag:.1f} |"
-            )
-        panel.legend(fontsize=7)
-        panel.set_xlabel("million agent steps")
-    figure.suptitle("mean return of the last 100 games in training")
-    figure.savefig(HERE / f"{name}.png")
-
-
 def draw_consensus(name="consensus"):
     """Draw the agents' distance from their mean beside its bound, and print their ratio."""
     runs = [run for runs in read_suite(name).values() for run in runs]
@@ -295,13 +267,22 @@ def draw_consensus(name="consensus"):
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description="Draw the pictures of this folder.").parse_args()
-    for suite, is_impala in SUITES.items():
-        if (HERE / suite).exists():
-            draw_suite(suite, is_impala)
+    titles = ["goal", "passed after, in", "then: median, lowest", "KL: median, 99 %", "above 0.1"]
+    for suite in ("atari", "minatar"):
+        draw_returns(suite, read_suite(suite), describe_impala, titles)
+    for suite in ("ppo", "gala", "replay", "environments"):
+        draw_returns(suite, read_suite(suite), describe_suite, [])
+    learners = {
+        game: [
+            read_run(str(path), notes=[])
+            for pattern in patterns
+            for path in sorted(HERE.glob(pattern))
+        ]
+        for game, patterns in LEARNERS.items()
+    }
+    draw_returns(
+        "learners", learners, describe_learners, ["learners x batch", "policy lag"], linewidth=0.9
+    )
     draw_diagnostics()
-    draw_learners()
-    if (HERE / "staleness").exists():
-        draw_staleness()
-    if (HERE / "consensus").exists():
-        draw_consensus()
+    draw_staleness()
+    draw_consensus()

@@ -17,6 +17,7 @@ from program import ROOT, run
         "ab.py . . --pairs 1 --seconds 6 --only_after=--compile",
         "environments.py --repeats 1 --steps 100",
         "gossip.py --repeats 1 --seconds 10",
+        "growth.py --repeats 1 --seconds 0.5 --sizes 8",
         "learner_group.py --repeats 1 --updates 3 --nets shallow",
         "memory.py --seconds 5 --sizes 1x2",
         "net.py --nets shallow --batch_sizes 8 --rows 16 --seconds 0.2 --disable_cuda",

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RLlib's IMPALA on its new API stack, printing the steps learned from.
+"""RLlib's IMPALA on its new API stack, printing the steps learned from."""
 
-Further arguments, NAME=NUMBER, change SETTINGS.
-"""
-
-import sys
 import time
 
 import ale_py
@@ -21,14 +17,7 @@ from ray.rllib.env.wrappers.atari_wrappers import wrap_atari_for_new_api_stack
 from ray.tune.registry import register_env
 from torch import nn
 
-SETTINGS = {
-    "runners": 2,  # processes
-    "envs": 8,  # a runner
-    "fragment": 50,  # unroll length
-    "batch": 500,  # steps an update
-    "learners": 0,  # processes; 0: the main process learns
-    "connectors": 1,  # single frames travel, and are stacked in front of the net
-}
+FRAGMENT = 50  # unroll length
 
 
 class Net(TorchRLModule, ValueFunctionAPI):
@@ -67,31 +56,28 @@ class Net(TorchRLModule, ValueFunctionAPI):
 def create_env(config):
     gym.register_envs(ale_py)
     env = gym.make("PongNoFrameskip-v4")
-    return wrap_atari_for_new_api_stack(env, dim=84, framestack=config["framestack"])
+    return wrap_atari_for_new_api_stack(env, dim=84, framestack=None)
 
 
 def main():
-    settings = SETTINGS | {k: int(v) for k, v in (arg.split("=") for arg in sys.argv[1:])}
-    stacking = {}, {}
-    if settings["connectors"]:
-        stacking = (
-            {"env_to_module_connector": lambda *args, **kw: FrameStackingEnvToModule(num_frames=4)},
-            {"learner_connector": lambda *args, **kw: FrameStackingLearner(num_frames=4)},
-        )
     # Ray counts processes, not cores, and starts none beyond its count.
     ray.init(num_cpus=8, include_dashboard=False, object_store_memory=10**9)
     register_env("pong", create_env)
     config = (
         IMPALAConfig()
-        .environment("pong", env_config={"framestack": None if settings["connectors"] else 4})
+        .environment("pong")
         .env_runners(
-            num_env_runners=settings["runners"],
-            num_envs_per_env_runner=settings["envs"],
-            rollout_fragment_length=settings["fragment"],
-            **stacking[0],
+            num_env_runners=2,  # processes
+            num_envs_per_env_runner=8,
+            rollout_fragment_length=FRAGMENT,
+            # Single frames travel, and are stacked in front of the net.
+            env_to_module_connector=lambda *args, **kw: FrameStackingEnvToModule(num_frames=4),
         )
-        .learners(num_learners=settings["learners"], **stacking[1])
-        .training(train_batch_size_per_learner=settings["batch"])
+        .learners(
+            num_learners=0,  # processes; the main process learns
+            learner_connector=lambda *args, **kw: FrameStackingLearner(num_frames=4),
+        )
+        .training(train_batch_size_per_learner=500)
         .rl_module(rl_module_spec=RLModuleSpec(module_class=Net))
         .reporting(min_time_s_per_iteration=1)
     )
@@ -100,7 +86,7 @@ def main():
         learned = algorithm.train().get("learners", {}).get("__all_modules__", {})
         steps = learned.get("num_env_steps_trained_lifetime", 0)
         # It counts a last observation with each fragment, for the bootstrap.
-        steps *= settings["fragment"] / (settings["fragment"] + 1)
+        steps *= FRAGMENT / (FRAGMENT + 1)
         print("steps", int(steps), time.time(), flush=True)
 
 

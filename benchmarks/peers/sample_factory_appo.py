@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample Factory's Atari example, printing the steps learned from; further flags go to it."""
+"""Sample Factory's Atari example, printing the steps learned from."""
 
-import sys
 import time
 
 import ale_py  # noqa: F401 (registers the games, also in each worker)
@@ -25,7 +24,7 @@ class Progress(AlgoObserver):
 
 if __name__ == "__main__":
     register_atari_components()
-    _, runner = make_runner(parse_atari_args(FLAGS.split() + sys.argv[1:]))
+    _, runner = make_runner(parse_atari_args(FLAGS.split()))
     runner.register_observer(Progress())
     runner.init()
     runner.run()

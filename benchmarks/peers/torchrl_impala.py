@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The IMPALA recipe that comes with TorchRL's package, printing the steps learned from.
-
-Further arguments change CONFIG: collector.num_workers=2.
-"""
+"""The IMPALA recipe that comes with TorchRL's package, printing the steps learned from."""
 
 import itertools
 import sys
@@ -39,7 +36,7 @@ sys.path.insert(0, f"{torchrl.__path__[0]}/../sota-implementations/impala")
 def main():
     import impala_single_node
 
-    config = OmegaConf.merge(OmegaConf.create(CONFIG), OmegaConf.from_cli())
+    config = OmegaConf.create(CONFIG)
     steps = itertools.count(step=config.loss.batch_size * config.collector.frames_per_batch // 4)
     register_optimizer_step_post_hook(
         lambda *args: print("steps", next(steps), time.time(), flush=True)
