@@ -10,8 +10,8 @@ all are started again.
 
 After each update each learner writes a line: time, number of the exchange, a hash of weights and
 optimizer, and which batches were in it. From these lines the campaign checks that after each
-exchange all learners that continue are equal, that no batch counts twice, and that the steps are
-those of the batches.
+exchange all learners that continue are equal, that no batch counts twice, and that the checkpoint
+has the sum of their steps.
 
 It also measures pauses. A pause is the time between two lines of the same learner. The report has
 the longest one of all learners. A pause may contain several kills, each of which may cost the
@@ -40,6 +40,12 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers"), str(ROOT / "benchmarks")]
+
+import torch
+from machine import print_header
+from program import Program, load, wait_until
+
+from beast.learners.elastic import LIGHTHOUSE_OPTIONS, TIMEOUT
 
 FORKS = {"monobeast": "catch", "polybeast": "catch_poly"}
 ARGUMENTS = {
@@ -116,18 +122,6 @@ def find_pauses(times, killed):
     ]
 
 
-def read_last_exchange(path):
-    """Return the number of the exchange in a learner's last line; 0 if there is none."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.path.getsize(path) - 4096))
-            lines = file.read().splitlines(keepends=True)
-    except FileNotFoundError:
-        return 0
-    whole = [line for line in lines if line.endswith(b"\n")]
-    return json.loads(whole[-1])["exchange"] if whole else 0
-
-
 class Campaign:
     """Learners that are killed and replaced; `problems` says which checks failed."""
 
@@ -139,7 +133,10 @@ class Campaign:
         self.learners = {}  # those that run: Programs by number
         self.kills, self.writers_killed, self.newcomers_killed, self.simultaneous = 0, 0, 0, 0
         self.killed = []  # times
-        self.lighthouse = self.port = None
+        self.step, self.found = 0, []  # the last checkpoint's; of each life
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            self.port = probe.getsockname()[1]
 
     def check(self, is_good, what):
         if not is_good:
@@ -147,15 +144,6 @@ class Campaign:
             print(f"FAILED: {self.problems[-1]}", file=sys.stderr, flush=True)
 
     def start_lighthouse(self):
-        from program import Program
-
-        from beast.learners.elastic import LIGHTHOUSE_OPTIONS
-
-        if self.port is None:
-            with socket.socket() as probe:
-                probe.bind(("localhost", 0))
-                self.port = probe.getsockname()[1]
-
         executable = pathlib.Path(sys.executable).parent / "torchft_lighthouse"
         self.lighthouse = Program(
             executable, f"--bind [::]:{self.port}", LIGHTHOUSE_OPTIONS, RUST_LOG="error"
@@ -168,8 +156,6 @@ class Campaign:
             return True
 
     def start_learner(self):
-        from program import Program
-
         number = next(self.numbers)
         self.lives[self.life].append(number)
         arguments = f"--member {self.flags.program} {number} {self.folder} --env Catch "
@@ -179,11 +165,18 @@ class Campaign:
         self.learners[number] = Program(__file__, arguments)
 
     def last_exchange(self, number):
-        return read_last_exchange(self.folder / f"{number}.jsonl")
+        """Return the number of the exchange in a learner's last line; 0 if there is none."""
+        path = self.folder / f"{number}.jsonl"
+        try:
+            with open(path, "rb") as file:
+                file.seek(max(0, os.path.getsize(path) - 4096))
+                lines = file.read().splitlines(keepends=True)
+        except FileNotFoundError:
+            return 0
+        whole = [line for line in lines if line.endswith(b"\n")]
+        return json.loads(whole[-1])["exchange"] if whole else 0
 
     def wait_for(self, condition, what):
-        from program import wait_until
-
         def is_true():
             self.check_learners()
             return condition()
@@ -298,8 +291,6 @@ class Campaign:
 
     def check_life(self):
         """Check the exchanges of the learners since all were started."""
-        from program import load
-
         variants = collections.defaultdict(lambda: collections.defaultdict(list))
         last, pauses = {}, []  # exchange of each learner; pauses of all
         for number in self.lives[self.life]:
@@ -323,22 +314,15 @@ class Campaign:
         twice = [b for b, count in collections.Counter(batches).items() if count > 1]
         self.check(not twice, f"batches counted twice: {twice[:10]}")
         checkpoint = load(self.folder / "run" / "model.tar")
-        start = getattr(self, "step", 0)
-        totals = list(itertools.accumulate((c[2] for c in chain), initial=start))
+        totals = list(itertools.accumulate((c[2] for c in chain), initial=self.step))
         self.step = checkpoint["step"]
         self.check(self.step in totals[-10:], f"saved at {self.step}, not one of {totals[-10:]}")
         with open(self.folder / "run" / "logs.csv", newline="") as file:
             steps = [int(row["step"]) for row in csv.DictReader(file)]
         self.check(steps == sorted(steps), "steps in logs.csv go backwards")
-        self.found = getattr(self, "found", [])
         self.found.append((len(chain), len(batches), dead_ends, pauses, [c[3] for c in chain]))
 
     def report(self, seconds):
-        import torch
-        from machine import print_header
-
-        from beast.learners.elastic import TIMEOUT
-
         pauses, since_kills = zip(*(p for found in self.found for p in found[3]), strict=True)
         longest, limit = max(since_kills), TIMEOUT + SLACK
         self.check(longest <= limit, f"no update for {longest:.1f} s after a kill, not {limit}")

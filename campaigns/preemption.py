@@ -36,6 +36,10 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers"), str(ROOT / "benchmarks")]
 
+import torch
+from machine import print_header
+from program import Program, load, shared_memory, wait_until
+
 INTERVAL = 2  # seconds between checkpoints, of which at most one may be lost
 LEARNING_RATE, TOTAL_STEPS = 0.001, 200_000_000
 FORKS = {"monobeast": "catch", "polybeast": "catch_poly", "ppo": "ppo", "gala": "gala"}
@@ -92,7 +96,7 @@ class Campaign:
         self.run, self.temporary = folder / "runs" / "run", folder / "tmp"
         self.report = folder / "report.json"
         self.temporary.mkdir()
-        self.problems, self.lost_seconds, self.lost_steps = [], [], []
+        self.problems, self.lost_seconds = [], []
         self.kills = dict.fromkeys(("starting", "training", "writing"), 0)
         self.in_writing = 0  # kills that left an unfinished file
         self.saved = None  # step of the newest checkpoint, and its weights
@@ -105,8 +109,6 @@ class Campaign:
 
     def start(self):
         """Start or resume the program; return it."""
-        from program import Program
-
         self.report.unlink(missing_ok=True)
         arguments = f"--fork {self.name} {self.report} {ARGUMENTS[self.name]} --disable_cuda "
         arguments += f"--xpid run --savedir {self.run.parent} --checkpoint_interval_s {INTERVAL} "
@@ -142,7 +144,6 @@ class Campaign:
 
     def check_leftovers(self, program, pids):
         """Check that all processes, sockets, folders and shared memory go, too."""
-        from program import shared_memory, wait_until
 
         def leftovers():
             paths = [p for p in self.temporary.glob("*") if not p.name.startswith(OF_TORCH)]
@@ -188,11 +189,8 @@ class Campaign:
         for step, row in zip(steps, rows, strict=True):
             rate, expected = float(row["learning_rate"]), learning_rate(self.name, step)
             self.check(rate == expected, f"learning rate {rate} at step {step}, not {expected}")
-        self.last_step = steps[-1] if steps else 0
 
     def check_checkpoints(self, killed, began):
-        from program import load
-
         self.in_writing += self.is_writing()
         path, before = self.run / "model.tar", self.saved
         try:
@@ -208,12 +206,9 @@ class Campaign:
         if began:
             seconds = killed - max(self.saved["time"] if self.saved else 0, began)
             self.lost_seconds.append(seconds)
-            self.lost_steps.append(max(0, self.last_step - (self.saved or {"step": 0})["step"]))
             self.check(seconds <= INTERVAL + self.slack, f"{seconds:.2f} s of training were lost")
 
     def check_best(self, newest):
-        from program import load
-
         def score(checkpoint):
             returns = checkpoint["stats"]["game_returns"]
             return len(returns), statistics.fmean(returns) if returns else None
@@ -264,24 +259,17 @@ def main():
 
 
 def report(campaigns, seconds):
-    import torch
-    from machine import print_header
-
     print_header(torch)
     print(f"- a checkpoint every {INTERVAL} s, {seconds:,.0f} s in all\n")
     titles = ["", "kills", "starting + training + aimed at writing", "unfinished files found"]
-    titles += ["seconds lost, median", "most", "steps lost, median", "most", "steps done"]
-    titles += ["failures"]
+    titles += ["seconds lost, median", "most", "steps done", "failures"]
     print("|", " | ".join(titles), "|")
     print("|" + "---|" * len(titles))
     for campaign in campaigns:
         cells = [campaign.name, sum(campaign.kills.values())]
         cells += [" + ".join(map(str, campaign.kills.values())), campaign.in_writing]
-        for values, form in ((campaign.lost_seconds, ".2f"), (campaign.lost_steps, ",")):
-            if values:
-                cells += [format(statistics.median_high(values), form), format(max(values), form)]
-            else:
-                cells += ["-", "-"]
+        lost = campaign.lost_seconds
+        cells += [f"{f(lost):.2f}" if lost else "-" for f in (statistics.median_high, max)]
         cells += [f"{campaign.saved['step']:,}" if campaign.saved else 0, len(campaign.problems)]
         print("|", " | ".join(map(str, cells)), "|")
     for campaign in campaigns:

@@ -128,7 +128,7 @@ class System:
             flags += ["--num_actors", NUM_ACTORS, "--envs_per_actor", NUM_ENVS]
             names = [f"actor {i}" for i in range(NUM_ACTORS)]
             self.workers = [Worker(i, n, folder / f"{n}.pid") for i, n in enumerate(names)]
-        self._command = [SCRIPTS / f"{program[:4]}.py", *flags]
+        self._command = [SCRIPTS / "learner.py", program, *flags]
 
     def __enter__(self):
         for i in range(len(self.hosts)):
