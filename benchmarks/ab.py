@@ -57,9 +57,10 @@ class RunFailed(SystemExit):
 
 @contextlib.contextmanager
 def running(*command):
-    """Run Python with these words; yield the process, and a function that returns its log's rows.
+    """Run Python with these arguments and a temporary --savedir, which it ends with.
 
-    The function raises RunFailed where the program has ended, or is too slow.
+    Yields the process, and a function that returns the rows of its log. The function raises
+    RunFailed where the program has ended, or is too slow.
     """
     with tempfile.TemporaryDirectory() as savedir:
         command = [sys.executable, *command, "--savedir", savedir, "--xpid", "benchmark"]

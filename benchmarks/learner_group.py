@@ -74,9 +74,11 @@ def measure(net, batch_size, threads, updates):
 
     for _ in range(3):
         update()
+        ranks.share_returns([], [])  # as Run.record does after each update
     exchange, begin = 0.0, time.perf_counter()
     for _ in range(updates):
         update()
+        ranks.share_returns([], [])
     seconds = (time.perf_counter() - begin) / updates
     ranks.leave(is_over=True)
     if ranks.rank == 0:

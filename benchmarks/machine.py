@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What benchmarks and campaigns report of the machine, and read of its processes.
 
-After `import machine` they can import the programs, too.
+Importing it puts the repository's root on sys.path.
 """
 
 import concurrent.futures

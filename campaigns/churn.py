@@ -26,7 +26,7 @@ LEARNER = ROOT / "tests" / "helpers" / "catch_poly.py"
 PERIOD = 150  # seconds from one low to the next
 SILENCE = 70  # seconds after which the learner has noticed a silent process: it pings them
 WAYS = (signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP)
-LIMITS = {"own_mb": 16, "threads": 2, "descriptors": 4}  # at a low, above the first one
+LIMITS = {"own_mb": 16, "threads": 4, "descriptors": 4}  # at a low, above the first one
 
 
 def dial(address):

@@ -133,7 +133,8 @@ class Campaign:
         self.learners = {}  # those that run: Programs by number
         self.kills, self.writers_killed, self.newcomers_killed, self.simultaneous = 0, 0, 0, 0
         self.killed = []  # times
-        self.step, self.found = 0, []  # the last checkpoint's; of each life
+        self.step = 0  # of the last checkpoint
+        self.found = []  # what the checks of each life have found
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             self.port = probe.getsockname()[1]

@@ -56,7 +56,8 @@ SLACK = 4  # descriptors and threads by which gRPC's own number varies
 NUM_BAD_HEADERS, MAX_LOG_GROWTH = 3000, 5000  # streams with a header that is not UTF-8; bytes
 NUM_FLOOD, MAX_FLOOD_THREADS = 20_000, 160  # streams that are opened and reset at once
 MAX_KINDS = 8  # of log lines about streams, of each of which a learner has one in ten seconds
-EXPECTED = {  # how a stream ends, by how its kind begins; for all others: INVALID_ARGUMENT
+LOST = ".*(?:the learner at |the stream to |the environments failed).*"  # of the dialer
+EXPECTED = {  # outcomes, each with a pattern for the begin of kinds; default: INVALID_ARGUMENT
     "UNAUTHENTICATED": "token",
     "UNIMPLEMENTED": "method unknown",
     "UNAVAILABLE": "TLS with",
@@ -160,9 +161,10 @@ class Target:
         return socket.create_connection((host, int(port)), PATIENCE)
 
     def end(self):
-        for program in self.programs:
-            with program:
-                program.process.stdin.close()
+        with contextlib.ExitStack() as stack:  # which kills those that do not end
+            for program in self.programs:
+                stack.enter_context(program).process.stdin.close()
+            for program in self.programs:
                 program.end(PATIENCE)
 
 
@@ -555,7 +557,7 @@ class Environments(Peer):
 
     def problems(self):
         log = self.target.programs[1].output.partition("plays for")[2]
-        return super().problems() + re.findall(".*the learner at .*", log)
+        return super().problems() + re.findall(LOST, log)
 
 
 def starve(target):

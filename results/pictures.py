@@ -144,7 +144,7 @@ def draw_diagnostics(name="clipping"):
 def draw_returns(name, games, describe, titles, linewidth=1):
     """Draw the return of each run against its steps, and print a row for each.
 
-    `describe` returns a run's arm, whose runs share a color, and its cells below `titles`.
+    `describe(run)` returns its arm (one color for each), and its cells for `titles`.
     """
     with open(HERE / "published.csv", newline="") as file:
         published = [row for row in csv.DictReader(file) if row["suite"] == name]

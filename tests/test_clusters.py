@@ -167,6 +167,11 @@ def test_kubernetes_gets_objects_of_its_schema_that_fit():
             assert claim["claimName"] == objects["PersistentVolumeClaim"]["metadata"]["name"]
 
 
+def test_the_workflow_of_ci_is_yaml():
+    yaml = pytest.importorskip("yaml")
+    assert yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+
+
 def commands_of_kubernetes():
     objects = read_kubernetes()
     token = objects["Secret"]["stringData"]["token"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fork of MonoBeast or PolyBeast whose learner refuses broken rows, and so ends.
+"""A fork of MonoBeast or PolyBeast whose learner raises an error on broken rows.
 
     FAULTS_FOLDER=/tmp/faults python campaigns/faulty/learner.py monobeast --num_actors 4
 

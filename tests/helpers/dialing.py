@@ -52,7 +52,8 @@ class DialerThread(contextlib.AbstractContextManager):
             self._thread.result()
 
     def __exit__(self, *_):
-        self.stop()
+        self.dialer.stop()
+        self._thread.result()
 
 
 class FakeEnvironments(contextlib.AbstractContextManager):
@@ -78,7 +79,10 @@ class FakeEnvironments(contextlib.AbstractContextManager):
 
     def hello(self):
         """Wait for the learner's first message."""
-        return wait_until(lambda: self.heard)[0]
+        wait_until(lambda: self.heard or not self._thread.is_alive())
+        if not self.heard:
+            self._thread.result()
+        return self.heard[0]
 
     def refusal(self):
         """Return status code and text with which the learner ends the stream."""

@@ -400,8 +400,9 @@ def test_closing_ends_everything_whatever_streams_do():
         port.close()
 
     moments = ("waiting", "asked", "playing", "hanging", "nobody")
-    for thread in [Thread(check, moment) for moment in moments]:
-        thread.result()
+    for moment, thread in [(moment, Thread(check, moment)) for moment in moments]:
+        print(f"ends while {moment}?", flush=True)
+        thread.result(50)  # or the stacks of all would come first
     """)  # fmt: skip
 
 

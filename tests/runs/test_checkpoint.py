@@ -429,13 +429,13 @@ def test_an_unwritable_checkpoint_leaves_the_one_before(flags, monkeypatch):
 
 def test_a_checkpoint_is_packed_under_the_lock_and_written_without_it(flags, monkeypatch):
     events, pack, learner = [], checkpoint.pack, create_learner(flags)
-    learner.lock = threading.Lock()  # of which one can ask whether it is held
+    learner.lock = threading.Lock()  # which has locked(); an RLock has not
 
     def note(event):
         events.append((event, learner.lock.locked()))
 
     @contextlib.contextmanager
-    def hold():  # of other processes
+    def hold():  # pauses other processes
         note("hold")
         yield
         note("go on")
