@@ -134,7 +134,7 @@ def test_squares_of_gradients_do_not_become_denormal(make):
 
 
 @pytest.mark.parametrize("program", [monobeast, polybeast], ids=lambda p: p.__name__)
-def test_what_the_replay_mixes_is_learned_from_until_the_last_step(monkeypatch, program):
+def test_mixed_batches_are_learned_from_until_the_last_step(monkeypatch, program):
     learner, mixed, calls, stored, recorded = create(), create_batch(7), [], [], []
     run, update = argparse.Namespace(stop=threading.Event()), ({"steps": 1000.0}, mixed)
 
