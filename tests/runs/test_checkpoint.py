@@ -427,7 +427,7 @@ def test_an_unwritable_checkpoint_leaves_the_one_before(flags, monkeypatch):
         assert writer.failure.endswith(f"of step 200 could not be written (No space left): {what}")
 
 
-def test_a_checkpoint_is_packed_under_the_lock_and_written_without_it(flags, monkeypatch):
+def test_a_checkpoint_is_packed_under_the_lock_not_written_so(flags, monkeypatch):
     events, pack, learner = [], checkpoint.pack, create_learner(flags)
     learner.lock = threading.Lock()  # which has locked(); an RLock has not
 
