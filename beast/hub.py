@@ -97,7 +97,7 @@ def pack(run, name, folder):
 
     try:
         program = json.loads((run / "meta.json").read_text())["flags"]["program"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise FlagError(f"{run} is no run: its meta.json cannot be read ({error!r})") from None
     flags = argparse.Namespace(savedir=run.parent, xpid=run.name, program=program)
     saved = checkpoint.load(flags, name)
@@ -108,7 +108,10 @@ def pack(run, name, folder):
         raise FlagError(f"{run / name} has weights that are no tensors: {', '.join(others)}")
     # Copies, since safetensors refuses tensors that share memory, as tied weights do.
     weights = {key: x.clone(memory_format=torch.contiguous_format) for key, x in weights.items()}
-    header = json.dumps({key: saved[key] for key in HEADER})
+    try:
+        header = json.dumps({key: saved[key] for key in HEADER})
+    except (KeyError, TypeError) as error:  # a tensor among the flags, say
+        raise FlagError(f"{run / name} cannot be shared: {error!r}") from None
     (folder / WEIGHTS).write_bytes(save(weights, {"checkpoint": header}))
     for file in [*OF_RUN, *(path.name for path in run.glob(CHANGES))]:
         shutil.copyfile(run / file, folder / file)
@@ -191,7 +194,7 @@ def read_score(folder):
         score = json.loads((folder / SCORE).read_text())
         arguments = list(map(str, score["arguments"]))
         result = evaluate.summarize(score["returns"], score["steps"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # a file from elsewhere can be anything
         raise FlagError(f"{folder / SCORE} cannot be read ({error!r})") from None
     try:
         flags, others = test_flags.parse_known_args(arguments)
@@ -245,8 +248,8 @@ after {score["step"]:,} agent steps, by commit {", ".join(run.commits) or "unkno
 ![Learning curve]({PICTURE})
 
 ```bash
-python -m beast.hub pull {shlex.quote(target)} ~/logs/torchbeast/{name}
-python {program} --mode test --xpid {name} {test}
+python -m beast.hub pull {shlex.quote(target)} ~/logs/torchbeast/{shlex.quote(name)}
+python {program} --mode test --xpid {shlex.quote(name)} {test}
 ```
 """)
 

@@ -190,6 +190,8 @@ def main(argv=None):
     flags = parser.parse_args(argv)
     data, lines, folder = collect_curves(flags)
     path = pathlib.Path(flags.out or folder / "curves.png")
+    if not path.name:
+        raise PlotError(f"--output is {path}, a folder: name a file in it")
     if path.suffix == ".html":
         raise PlotError(f"--output is {path}, but a picture is a .png, .pdf or .svg")
     if path.suffix not in (".png", ".pdf", ".svg"):  # the name of a run may have dots, too

@@ -260,13 +260,14 @@ class Queue:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = open(self._path.with_suffix(".lock"), "w")  # until the end
             lock_file(self._lock)
-            lines = self._path.read_text().splitlines() if self._path.exists() else []
+            text = self._path.read_text(errors="replace") if self._path.exists() else ""
         except OSError as error:
             reason = "another queue uses it" if isinstance(error, BlockingIOError) else error
             raise FlagError(f"cannot use --savedir {runs[0].savedir}: {reason}") from None
-        self._rows = {row.get("xpid"): row for row in csv.DictReader(lines)}  # of earlier queues
+        rows = csv.DictReader(text.splitlines())  # of earlier queues
+        self._rows = {row.get("xpid"): row for row in rows}
         for row in self._rows.values():
-            if row["status"] == "running":  # its queue was killed, since it no longer has the lock
+            if row.get("status") == "running":  # its queue was killed: it no longer has the lock
                 row["status"] = "lost"
         self._rows |= {run.xpid: {"xpid": run.xpid, "status": "waiting"} for run in runs}
 

@@ -55,7 +55,7 @@ parser.add_argument("--published", type=pathlib.Path, metavar="FILE",
 def read_references(path):
     try:
         return statistics.read_references(path)
-    except (OSError, ValueError, IndexError) as error:
+    except (OSError, ValueError, IndexError, csv.Error) as error:
         raise PlotError(f"cannot read {path}: {error}") from None
 
 
@@ -69,7 +69,7 @@ def read_published(path, games):
                 by_game[game] = float(value)
                 if not math.isfinite(by_game[game]):
                     raise ValueError(f"{agent} has a return of {value} in {game}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise PlotError(f"cannot read {path}: {error}") from None
     published = {}
     for agent, by_steps in returns.items():
@@ -320,10 +320,12 @@ def main(argv=None):
     published = read_published(flags.published, games) if flags.published else {}
     theirs = {agent: means.get(flags.steps) for agent, means in published.items()}
     if out := [agent for agent, values in theirs.items() if values is None]:
-        notes.append(f"the table is without {', '.join(out)}: no means at --steps {flags.steps}")
+        notes.append(f"the table is without {', '.join(out)}: no means {at}")
     theirs = {agent: values for agent, values in theirs.items() if values is not None}
     text = describe(games, scores, normalized(scores), (theirs, normalized(theirs)))
     output = pathlib.Path(flags.output)
+    if not output.name:
+        raise PlotError(f"--output is {output}, a folder: name a file in it")
     picture, table = (output.with_name(f"{output.name}{end}") for end in (".png", ".md"))
     draw(
         normalized(scores),

@@ -20,7 +20,7 @@ PART = re.compile(r"^diff --git a/(\S+) .*\nindex (\w+)\.\..*\n(?:(?!diff --git)
 
 def git(folder, *arguments, **options):
     command = ["git", "-C", folder, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, **options).stdout
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, **options).stdout
 
 
 def remake(diff, clone):

@@ -23,8 +23,8 @@ def trained(tmp_path_factory):
     savedir = tmp_path_factory.mktemp("runs")
     for flags in ("--env CartPole-v1 --total_steps 2048 --seed 1", "--total_steps 4096"):
         run("ppo.py", flags, "--xpid one --savedir", savedir)  # a curve needs two rows
-    hub.main(["push", str(savedir / "one"), str(savedir / "packed"), "--num_episodes", "4"])
-    return savedir / "one", savedir / "packed"
+    hub.main(["push", str(savedir / "one"), str(savedir / "two words"), "--num_episodes", "4"])
+    return savedir / "one", savedir / "two words"
 
 
 @pytest.mark.whole
@@ -38,7 +38,8 @@ def test_packed_weights_are_those_of_the_run_with_score_and_card(trained):
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     score, card = json.loads((packed / "test.json").read_text()), (packed / "README.md").read_text()
     assert len(score["returns"]) == 4 and score["step"] == 4096
-    assert f"**{hub.describe(score)}**" in card and "--mode test --xpid packed" in card
+    assert f"**{hub.describe(score)}**" in card and "--mode test --xpid 'two words'" in card
+    assert f"beast.hub pull '{packed}' ~/logs/torchbeast/'two words'\n" in card
     assert "python ppo.py --env CartPole-v1" in " ".join(card.split())
     assert "python ppo.py --total_steps 4096 --xpid one" in " ".join(card.split())
 
@@ -157,6 +158,8 @@ def make_packed(path, **change):
      ("push {run} {old}", "old exists: choose another folder, or remove it"),
      ("push {run} {new} --best", "run has no best.tar"),
      ("push {run} {new} --num_episodes 1", "is 1, which has no interval: give 2 or more"),
+     ("push {run}/strange {new}", "strange is no run: its meta.json cannot be read"),
+     ("push {other} {new}", "model.tar cannot be shared: .*Tensor is not JSON serializable"),
      ("pull none {new}", "none has no model.safetensors"),
      ("push {run} {busy}", "busy.tmp is of another command: if that was killed, remove it"),
      ("pull {old} {run}", "run exists: choose another folder, or remove it"),
@@ -166,8 +169,13 @@ def test_what_cannot_be_shared_is_refused(arguments, message, tmp_path):
     make_packed(tmp_path / "old")
     (tmp_path / "empty").mkdir()
     (tmp_path / "busy.tmp").mkdir()
-    places = {name: tmp_path / name for name in ("run", "old", "new", "empty", "busy")}
-    make_run(tmp_path)
+    names = ("run", "old", "new", "empty", "busy", "other")
+    places = {name: tmp_path / name for name in names}
+    run = make_run(tmp_path)
+    (run / "strange").mkdir()
+    (run / "strange" / "meta.json").write_text("[]")
+    other = shutil.copytree(run, tmp_path / "other")
+    small_run.change(other / NEWEST, "flags", "table", to=torch.zeros(1))
     with pytest.raises(FlagError, match=message):
         hub.main(arguments.format(**places).split())
     assert not list(tmp_path.glob("new*"))
@@ -194,6 +202,7 @@ def test_weights_with_a_header_from_elsewhere_are_refused(change, message, tmp_p
     [({"arguments": ["--num_test_envs", "x"]}, "test.json: .*invalid int value"),
      ({"arguments": 3}, "test.json cannot be read"),
      ({"returns": ["x"]}, "test.json cannot be read"),
+     ({"returns": [10**400]}, "test.json cannot be read"),
      ({"returns": []}, "test.json cannot be read")],
 )  # fmt: skip
 def test_a_score_that_cannot_be_read_is_refused(change, message, tmp_path):

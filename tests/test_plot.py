@@ -194,6 +194,8 @@ def test_a_picture_is_drawn_beside_the_log_or_where_asked(tmp_path, monkeypatch)
     assert made == {"run", "one.png", "picture.svg", "pong-v5.1.png"}
     with pytest.raises(PlotError, match="page.html, but a picture is a .png, .pdf or .svg"):
         plot.main(["run", "--output", "page.html"])
+    with pytest.raises(PlotError, match="--output is ., a folder: name a file in it"):
+        plot.main(["run", "--output", "."])
 
 
 def test_returns_commits_and_differing_flags_are_printed(tmp_path, capsys):

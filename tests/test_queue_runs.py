@@ -358,6 +358,15 @@ def test_ended_runs_are_skipped_and_others_are_resumed(queue, read, tmp_path):
     assert list(rows) == "other x r1 r2 r3 r4 r5 r6".split()  # of an earlier queue, too
 
 
+@pytest.mark.parametrize("content", [b"xpid,slot\na,1\n", b"xpid,status\n\xff\xfe,1\n"])
+def test_a_damaged_table_stops_no_queue(queue, read, tmp_path, content):
+    (tmp_path / "queue").mkdir()
+    (tmp_path / "queue" / "queue.csv").write_bytes(content)
+    with queue("", ONE_SLOT, "r{n=1}") as program:
+        program.finish()
+    assert read.rows()["r1"]["status"] == "ended"
+
+
 def test_a_run_that_another_learner_has_stopped_is_not_over(queue, read, tmp_path):
     meta = '{"status": "stopped by another learner"}'
     body = f"(folder / 'r1').mkdir()\n(folder / 'r1' / 'meta.json').write_text({meta!r})"

@@ -183,7 +183,7 @@ def test_published_means_stand_beside_the_runs(runs, tmp_path):
     report.main([*runs, *output])  # who does not say at how many steps gets the curves alone
     text = (tmp_path / "out.md").read_text()
     assert "| DQN (published)" not in text
-    assert "- the table is without DQN (published): no means at --steps None" in text
+    assert "- the table is without DQN (published): no means at the end" in text
 
 
 def write(folder, text):
@@ -213,6 +213,10 @@ def without_meta(run):
      (lambda runs, path: [*runs, "--published", path / "none.csv"], "cannot read .*none.csv"),
      (lambda runs, path: [*runs, "--published", str(statistics.HUMAN_SCORES)],
       "cannot read .*atari57.csv"),
+     (lambda runs, path: [*runs, "--scores", write(path, "x" * 200_000)], "cannot read .*csv"),
+     (lambda runs, path: [*runs, "--published", write(path, f"\n{'x' * 200_000}")],
+      "cannot read .*csv"),
+     (lambda runs, _: [*runs, "--output", "."], "--output is ., a folder: name a file in it"),
      (lambda runs, path: [*runs, "--published", ROOT / "results" / "dopamine.csv"],
       "no agent with all of beam_rider, pong")],
 )  # fmt: skip

@@ -117,5 +117,10 @@ class UpdateProfiler:
             self._profiler.step()
 
     def _write(self, profiler):
-        profiler.export_chrome_trace(str(self._path))
-        logging.info("Wrote %s", self._path)
+        temporary = self._path.with_suffix(".new")
+        profiler.export_chrome_trace(str(temporary))  # raises nothing where it cannot write
+        try:
+            temporary.replace(self._path)
+            logging.info("Wrote %s", self._path)
+        except OSError:
+            logging.error("Cannot write %s: is the disk full?", self._path)

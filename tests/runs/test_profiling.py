@@ -6,7 +6,7 @@ from program import read_rows
 from small_run import create_learner, parse, record
 
 from beast.runs import profiling
-from beast.runs.profiling import CPUEnergy
+from beast.runs.profiling import CPUEnergy, UpdateProfiler
 from beast.runs.run import Run
 
 
@@ -102,3 +102,16 @@ def test_a_run_logs_joules_where_they_are_measured(tmp_path, powercap, is_measur
         record(run)
     row = read_rows(tmp_path / "run")[-1]
     assert row.get("cpu_joules") == ("20.0" if is_measured else None)
+
+
+@pytest.mark.parametrize("has_folder", [True, False])  # without it, nothing can be written
+def test_a_trace_that_could_not_be_written_is_not_said_to_be(tmp_path, has_folder, caplog):
+    caplog.set_level("INFO")
+    if has_folder:
+        (tmp_path / "run").mkdir()
+    profiler = UpdateProfiler(parse(tmp_path))
+    for _ in range(50):
+        profiler.count_update()
+    path = tmp_path / "run" / "trace.json"
+    assert path.exists() == (f"Wrote {path}" in caplog.text) == has_folder
+    assert (f"Cannot write {path}: is the disk full?" in caplog.text) == (not has_folder)
