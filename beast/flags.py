@@ -130,6 +130,8 @@ def parse_flags(parser, argv=None):
     flags = parser.parse_args(argv)
     if sys.platform != "linux":
         raise FlagError(f"this runs on Linux only, not on {sys.platform}")
+    if (flags.rank, flags.num_learners) != (0, 1):
+        raise FlagError("--rank and --num_learners are set by the program: rename your flag")
     is_elastic = getattr(flags, "elastic", None) is not None
     group = elastic.join_group(flags) if is_elastic else torchrun.join_group(flags)
     savedir = flags.savedir  # other machines may have another one

@@ -150,6 +150,14 @@ def test_a_flag_that_no_checkpoint_can_hold_is_refused_at_once(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["rank", "num_learners"])
+def test_a_flag_that_the_program_would_overwrite_is_refused(tmp_path, name):
+    parser = create_parser()
+    parser.add_argument(f"--{name}", type=int, default=16)
+    with pytest.raises(FlagError, match="set by the program: rename your flag"):
+        parse(tmp_path, "--xpid run", parser)
+
+
 @pytest.mark.parametrize(
     "name, value",
     [("num_episodes", "9"), ("stall_timeout_s", [0.1]), ("use_lstm", 3), ("env_backend", "x")]

@@ -63,7 +63,11 @@ class Learner:
         self.stats |= {"skipped_updates": 0, "skipped_in_a_row": 0}
         # A skipped update, a replay that fills, or optimizers of each agent: that is no mistake.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-        self.scheduler = map_nest(lambda o: LambdaLR(o, lambda _: decay(self.step)), optimizer)
+
+        def factor(_):
+            return float(decay(self.step))  # NumPy's numbers are refused by checkpoints
+
+        self.scheduler = map_nest(lambda o: LambdaLR(o, factor), optimizer)
         if self.device.type == "cpu":
             for one in leaves_of(optimizer):
                 raise_squares(one)

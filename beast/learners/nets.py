@@ -68,6 +68,8 @@ def create_net(net_class, observation_space, action_space, **arguments):
             f"{where} cannot answer rows of T = {T}, B = {B} with {spaces} "
             f"({type(error).__name__}: {error}): edit it, see docs/model.md"
         ) from error
+    if any(map(nn.parameter.is_lazy, [*model.parameters(), *model.buffers()])):
+        raise FlagError(f"{where} has lazy layers, which take no weights of others: give sizes")
     _check_outputs(outputs, rows, action_space, where)
     _check_state(state, new_state, where)
     if mask is not None and (outputs["policy_logits"][..., 1:] > FORBIDDEN / 2).any():
@@ -159,11 +161,13 @@ def _check_state(state, new_state, where):
                 f"{list(getattr(before, 'shape', [])) or before}; () for no state"
             )
 
-    def compare(before, after):
-        if before.shape != after.shape:
+    def describe(x):
+        return f"{list(x.shape)} {x.dtype}"
+
+    def compare(before, after):  # states of new and old streams are joined
+        if describe(before) != describe(after):
             raise FlagError(
-                f"{where} returns a state of shape {list(after.shape)}, but gets "
-                f"{list(before.shape)}"
+                f"{where} returns a state {describe(after)}, but gets {describe(before)}"
             )
 
     map_nest(check, state)

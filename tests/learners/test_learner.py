@@ -5,12 +5,14 @@ import argparse
 import functools
 import threading
 
+import numpy as np
 import pytest
 import torch
 from small_run import create_batch, create_learner
 
 import monobeast
 import polybeast
+from beast.actors.weights import Version
 from beast.errors import FlagError
 from beast.learners.devices import get_device
 from beast.learners.learner import Learner, create_state, raise_squares
@@ -30,6 +32,14 @@ def test_updates_count_steps_returns_and_the_learning_rate():
     assert learner.step == 500 and learner.optimizer.param_groups[0]["lr"] == 0.25
     assert learner.stats["episode_returns"] == [2.0] + [3.0] * 99  # the last hundred
     assert learner.stats["game_returns"] == [4.0]
+
+
+@pytest.mark.parametrize("number", [np.float64, torch.tensor])
+def test_a_schedule_may_return_any_number(number):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    Learner(model, optimizer, lambda step: number(0.5), Version())
+    assert type(optimizer.param_groups[0]["lr"]) is float
 
 
 @pytest.mark.parametrize(

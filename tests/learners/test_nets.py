@@ -238,7 +238,9 @@ NUMBERS = r"for rows of T = 2, B = 3 "
          r"B = 3 .*\(ValueError: too many values to unpack"),
         (lambda outputs, state: (outputs, state[:1]), "returns a state unlike its initial_state"),
         (lambda outputs, state: (outputs, tuple(s[:, :1] for s in state)),
-         r"returns a state of shape \[1, 1, 64\], but gets \[1, 3, 64\]"),
+         r"returns a state \[1, 1, 64\] torch.float32, but gets \[1, 3, 64\] torch.float32"),
+        (lambda outputs, state: (outputs, tuple(s.double() for s in state)),
+         r"returns a state \[1, 3, 64\] torch.float64, but gets \[1, 3, 64\] torch.float32"),
     ],
 )  # fmt: skip
 def test_a_net_whose_answers_have_another_form_is_refused(monkeypatch, change, message):
@@ -262,6 +264,16 @@ def test_a_wrong_initial_state_is_refused(initial_state):
 
     with pytest.raises(FlagError, match=r"initial_state\(3\) of Net in .* \[layers, 3, ...\]"):
         create_net(Net, FEATURES, DISCRETE, use_lstm=True)
+
+
+def test_a_net_whose_layers_have_no_sizes_is_refused():
+    class Net(CatchNet):
+        def __init__(self, observation_space, num_actions):
+            super().__init__(observation_space, num_actions)
+            self.unused = torch.nn.LazyLinear(3)
+
+    with pytest.raises(FlagError, match="Net in .* has lazy layers, .*: give sizes"):
+        create_net(Net, FEATURES, DISCRETE)
 
 
 def test_a_net_of_other_actions_than_the_environments_is_refused():
