@@ -52,9 +52,10 @@ def announce_refill(flags, first_step):
 
 
 def add_sample(batch, sample):
-    """Return a Batch with the rows of a Sample of tensors, which bad_batch.tar is to have."""
+    """Return a Batch with a Sample's rows and sources, which bad_batch.tar is to have."""
     rows = {f"sample.{name}": map_nest(lambda x: x.cpu(), x) for name, x in sample.rows.items()}
-    return batch._replace(cpu_rows=batch.cpu_rows | rows)
+    sources = {"environments": np.unique(sample.handle.envs).tolist()}
+    return batch._replace(cpu_rows=batch.cpu_rows | rows, sources=sources)
 
 
 class ReplayFeed:

@@ -65,8 +65,9 @@ class RolloutReplay:
     def mix(self, batch):
         """Return a Batch with old rollouts behind the new ones.
 
-        Of its fields rows and agent_state have both, and the others the new ones alone. As long as
-        there are fewer old rollouts than a batch takes, there are none.
+        Of its fields rows and agent_state have both, sources count the old ones, and the others are
+        of the new ones alone. As long as there are fewer old rollouts than a batch takes, there are
+        none.
         """
         if self._count == 0:
             return batch
@@ -78,6 +79,7 @@ class RolloutReplay:
         return batch._replace(
             rows=map_nest(_join, batch.rows, rows),
             agent_state=map_nest(_join, batch.agent_state, state),
+            sources=batch.sources | {"old rollouts": self._count},
         )
 
     def store(self, batch, metrics):

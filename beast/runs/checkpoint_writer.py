@@ -117,7 +117,7 @@ def save_bad_batch(folder, name, batch, update):
     path = folder / (f"bad_batch.{name}.tar" if name else "bad_batch.tar")
     content = io.BytesIO()
     agent_state = map_nest(lambda x: x.cpu(), batch.agent_state)
-    saved = {"batch": batch.cpu_rows, "agent_state": agent_state}
+    saved = {"batch": _all_rows(batch), "agent_state": agent_state}
     torch.save(saved | {"sources": batch.sources, "metrics": update}, content)
     try:
         replace_file(path, content.getbuffer())
@@ -132,5 +132,11 @@ def describe_bad_batch(batch):
     def is_large(x):
         return not (x.double().abs() <= LARGE_VALUE).all()
 
-    names = [n for n, nest in sorted(batch.cpu_rows.items()) if any(map(is_large, leaves_of(nest)))]
+    rows = sorted(_all_rows(batch).items())
+    names = [name for name, nest in rows if any(map(is_large, leaves_of(nest)))]
     return f"Beyond {LARGE_VALUE:g} or not finite in it: {', '.join(names) or 'nothing'}"
+
+
+def _all_rows(batch):
+    """Return the rows of a Batch on the CPU, with those that RolloutReplay.mix adds."""
+    return batch.cpu_rows | map_nest(lambda x: x.cpu(), batch.rows)

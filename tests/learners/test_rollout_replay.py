@@ -5,12 +5,14 @@ import types
 
 import pytest
 import torch
+from program import load
 
 from beast.errors import FlagError
 from beast.learners.learner import Batch
 from beast.learners.rollout_replay import RolloutReplay
 from beast.nest import map_nest
 from beast.processes import machine
+from beast.runs.checkpoint_writer import describe_bad_batch, save_bad_batch
 
 T, B = 3, 4
 
@@ -39,6 +41,7 @@ def test_old_rollouts_stand_whole_behind_the_new_ones():
             assert mixed is batch
         else:
             assert mixed.rows["frame"].shape == (T + 1, B + 6)
+            assert mixed.sources == {"actors": [number], "old rollouts": 6}
             assert torch.equal(mixed.rows["frame"][:, :B], batch.rows["frame"])
             old = mixed.rows["frame"][0, B:]
             assert torch.equal(mixed.rows["more"][0], mixed.rows["frame"])
@@ -91,3 +94,15 @@ def test_a_replay_that_is_too_small_or_too_large_is_refused(monkeypatch):
     replay = RolloutReplay(make_flags(rollouts=2**30))
     with pytest.raises(FlagError, match="takes .* GiB, but 1.0 GiB of memory are free: give at"):
         replay.store(make_batch(0), {})
+
+
+def test_a_bad_batch_has_the_old_rollouts(tmp_path):
+    replay, batch = RolloutReplay(make_flags(1.0)), make_batch(0)
+    batch.rows["frame"][:] = 1e30
+    replay.store(batch, {})
+    mixed = replay.mix(make_batch(1))
+    assert describe_bad_batch(mixed) == "Beyond 1e+06 or not finite in it: frame"
+    save_bad_batch(tmp_path, "", mixed, {})
+    saved = load(tmp_path / "bad_batch.tar")
+    assert torch.equal(saved["batch"]["frame"], mixed.rows["frame"])
+    assert saved["agent_state"][0].shape[1] == saved["batch"]["done"].shape[1] == 2 * B
