@@ -447,7 +447,7 @@ def learn(flags, model, target_model, feed, optimizer, num_updates, beta):
         metrics["clipped_updates"] = grad_norm > flags.grad_norm_clipping
         results.append(metrics)
         feed.count_update()
-        if not diagnostics.are_finite(metrics | {"loss": total_loss.detach()}):
+        if not diagnostics.are_finite(metrics | {"": total_loss.detach()}):
             failed = diagnostics.to_floats(results.pop())
             break
         optimizer.step()

@@ -416,7 +416,7 @@ def learn(flags, model, rows, agent_states, optimizer):
             metrics["grad_norm"] = grad_norm
             metrics["clipped_updates"] = grad_norm > flags.grad_norm_clipping
             results.append(metrics)
-            if not diagnostics.are_finite(metrics | {"loss": total_loss.detach()}):
+            if not diagnostics.are_finite(metrics | {"": total_loss.detach()}):
                 return diagnostics.to_floats(metrics) | steps
             optimizer.step()
     # The KL of the last epoch is close to that after the update.

@@ -301,7 +301,7 @@ def step_down(optimizer, loss, parameters, metrics):
     optimizer.zero_grad()
     loss.backward(inputs=parameters)
     grad_norm = nn.utils.get_total_norm([p.grad for p in parameters])
-    if diagnostics.are_finite(metrics | {"loss": loss.detach(), "norm": grad_norm}):
+    if diagnostics.are_finite(metrics | {"": loss.detach() + grad_norm}):
         optimizer.step()
     return grad_norm
 
@@ -350,7 +350,7 @@ def play(flags, model, environments, feed, num_random):
         if num_steps < num_random:
             action = np.random.uniform(-1, 1, before["last_action"].shape).astype(np.float32)
         else:
-            inputs = {name: before[name] for name in ("frame", "done")}
+            inputs = {name: before[name] for name in ("frame", "reward", "done", "last_action")}
             inputs = map_nest(lambda a: torch.from_numpy(a).unsqueeze(0).to(device), inputs)
             action = model(inputs, ())[0]["action"][0].cpu().numpy()
         environments.send(action)

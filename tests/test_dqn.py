@@ -316,13 +316,14 @@ def test_updates_before_one_that_is_not_finite_are_recorded(monkeypatch):
     flags, compute_loss, records, states = parse("--batch_size 6"), dqn.compute_loss, [], []
     model, target = create_nets(flags)
     learner = Learner(model, *dqn.create_optimizer(flags, model), Version())
-    sample = make_sample(flags)._replace(handle=())
-    sample = sample._replace(**map_nest(torch.Tensor.numpy, sample._asdict()))
+    sample = make_sample(flags)
+    fields = map_nest(torch.Tensor.numpy, sample._replace(handle=())._asdict())
+    sample = sample._replace(**fields | {"handle": sample.handle})
 
     def fail_third(*arguments):
         total_loss, metrics, priorities = compute_loss(*arguments)
         states.append(copy.deepcopy(model.state_dict()))
-        return total_loss, metrics | {"extra": math.nan if len(states) == 3 else 1}, priorities
+        return total_loss, metrics | {"loss": math.nan if len(states) == 3 else 1}, priorities
 
     class Drawn(Feeding):
         def sample(self, *arguments):
@@ -339,8 +340,9 @@ def test_updates_before_one_that_is_not_finite_are_recorded(monkeypatch):
     feed = ReplayFeed(Drawn(), 1.0, 0, 6, 0)
     dqn.learn_from_replay(flags, learner, target, [(*feed.take_batch(), 5)], feed, run)
     (good, _), (bad, batch) = records
-    assert good["steps"] == 0 and good["extra"] == 1 and math.isfinite(good["total_loss"])
-    assert math.isnan(bad["extra"]) and "sample.frame" in batch.cpu_rows
+    assert good["steps"] == 0 and good["loss"] == 1 and math.isfinite(good["total_loss"])
+    assert math.isnan(bad["loss"]) and "sample.frame" in batch.cpu_rows
+    assert batch.sources == {"environments": [0]}
     assert all(torch.equal(x, model.state_dict()[name]) for name, x in states[2].items())
 
 

@@ -476,18 +476,19 @@ def test_a_loss_that_is_not_finite_leaves_the_weights():
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
-def test_a_metric_that_is_not_finite_leaves_the_weights(monkeypatch):
+@pytest.mark.parametrize("name", ["of_none", "loss"])
+def test_a_metric_that_is_not_finite_leaves_the_weights(monkeypatch, name):
     model, flags, compute_loss = Table(), parse("--num_minibatches 1"), ppo.compute_loss
 
     def with_metric(*arguments):
         total_loss, metrics = compute_loss(*arguments)
-        return total_loss, metrics | {"of_none": math.nan}
+        return total_loss, metrics | {name: math.nan}
 
     monkeypatch.setattr(ppo, "compute_loss", with_metric)
     optimizer, _ = ppo.create_optimizer(flags, model)
     rows, before = make_rows(model), map_nest(torch.clone, model.state_dict())
     metrics = ppo.learn(flags, model, rows, ((), ()), optimizer)
-    assert math.isnan(metrics["of_none"]) and math.isfinite(metrics["total_loss"])
+    assert math.isnan(metrics[name]) and math.isfinite(metrics["total_loss"])
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 

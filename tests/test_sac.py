@@ -256,6 +256,7 @@ class Constant(nn.Module):
         self.action = nn.Parameter(torch.tensor(0.25))
 
     def forward(self, inputs, agent_state):
+        assert inputs.keys() == {"frame", "reward", "done", "last_action"}
         return {"action": self.action.expand(*inputs["done"].shape, 1)}, agent_state
 
 
@@ -308,7 +309,7 @@ def test_updates_that_are_not_finite_are_counted_one_by_one(monkeypatch):
             if number in (5, 42):
                 sample.returns[0, 0] = torch.nan
             fields = map_nest(lambda x: x.numpy(), sample._replace(handle=())._asdict())
-            return sample._replace(**fields)
+            return sample._replace(**fields | {"handle": sample.handle})
 
         def __len__(self):
             return 8
