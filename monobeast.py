@@ -385,11 +385,11 @@ def train(flags):
     spaces = sample.observation_space, sample.action_space
     nets.check_discrete(sample.action_space)
     model, (rows, outputs, state) = nets.create_net(Net, *spaces, **net_arguments(flags))
+    weights = SharedWeights(model)  # first, as it takes shared memory
     rollout_bytes = rollout_buffers.count_bytes(flags, rows, outputs, state)
     flags = resolve(flags, sample.frame_skip, rollout_bytes)
     device = devices.get_device(flags)
     devices.choose_precision(flags, model, [device, torch.device("cpu")])  # that of actors
-    weights = SharedWeights(model)
     buffers = rollout_buffers.create_buffers(flags, rows, outputs, state)
     optimizer, decay = create_optimizer(flags, model.to(device))
     num_threads = max(1, machine.count_cores() - flags.num_actors)

@@ -356,6 +356,17 @@ def test_an_unknown_game_is_a_short_error_with_advice(case, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_small_shared_memory_is_for_fewer_actors(tmp_path):
+    mount = "mount -t tmpfs -o size=30m none /dev/shm"  # of the default's 33 MB
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("cannot mount a small file system")
+    prefix = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", "taskset", "-c", "0,1"]
+    arguments = "--total_steps 200 --xpid run --savedir", tmp_path
+    with Program(ROOT / "monobeast.py", *arguments, prefix=prefix) as program:
+        output = program.finish()
+    assert "no room for the rollouts of 2 actors: --num_actors is 1" in output
+
+
 def test_pong_is_trained_and_played_with_an_lstm(case, tmp_path):
     script = ROOT / f"{case.name}.py"
     arguments = (
