@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from beast.errors import FlagError
 from beast.parser import folder_name, positive, value_of
-from beast.processes.lifetime import STOP_SIGNALS, lock_file, start_logging
+from beast.processes.lifetime import STOP_SIGNALS, lock_file, signal_name, start_logging
 from beast.processes.machine import count_cores
 
 # As in flags.py and checkpoint.py.
@@ -314,7 +314,7 @@ class Queue:
         if (self.signals and said != "ended") or (code == 0 and said.startswith("stopped")):
             status = "stopped"
         elif code != 0:
-            status = f"failed ({signal.Signals(-code).name if code < 0 else code})"
+            status = f"failed ({signal_name(-code) if code < 0 else code})"
         self._report(run, f"{status}: see {run.out}", status=status, end=_now())
 
     def _report(self, run, text, **row):

@@ -5,12 +5,18 @@ Environments of beast/envs/environments.py have Gymnasium's API and spaces, agai
 checked.
 """
 
-import contextlib
 import inspect
 
 import numpy as np
 
-from libtorchbeast.rows import Rows, count_games, draw_seeds, read_step, write_observation
+from libtorchbeast.rows import (
+    Rows,
+    close_all,
+    count_games,
+    draw_seeds,
+    read_step,
+    write_observation,
+)
 
 
 class PlainEnvironments:
@@ -67,11 +73,8 @@ class PlainEnvironments:
         return self._rows.row
 
     def close(self):
-        with contextlib.ExitStack() as stack:  # all, whichever raises
-            for env in reversed(self._envs):
-                if hasattr(env, "close"):
-                    stack.callback(env.close)
-            self._envs = []
+        envs, self._envs = self._envs, []
+        close_all(envs)
 
     def _step(self, i, actions):
         result = self._envs[i].step(_column(actions, i))

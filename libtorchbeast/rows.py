@@ -161,7 +161,7 @@ def read_step(reward, terminated, truncated, info):
         if isinstance(number, (str, bytes)):  # which float would read
             raise TypeError("it is no number")
         number = float(number)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"the reward is {reward!r:.100}: {error}") from None
     if not abs(number) <= MAX_FLOAT:
         raise ValueError(f"the reward is {number}; it must be finite, as a float32")
@@ -185,6 +185,22 @@ def _read_bool(value, name):
     if number not in (0, 1):
         raise ValueError(f"{name} is {value!r:.100}; it must be True or False")
     return bool(number)
+
+
+def close_all(envs):
+    """Close environments, all even if one raises, and then raise its error.
+
+    That is raised here, so that it comes with the error that is being handled, if any.
+    """
+    errors = []
+    for env in envs:
+        try:
+            if hasattr(env, "close"):
+                env.close()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def count_games(env):
@@ -228,7 +244,7 @@ def write_observation(target, i, observation, source, path="observation"):
         if array.shape != target.shape[1:] or not (
             array.dtype == target.dtype
             or array.dtype.newbyteorder("=") == target.dtype
-            or isinstance(observation, int)
+            or (isinstance(observation, int) and array.dtype.kind != "O")  # too large
             or (isinstance(observation, float) and target.dtype.kind == "f")
         ):
             is_like = array.shape == target.shape[1:] and array.dtype.kind in "biuf"

@@ -25,7 +25,14 @@ from beast.envs.spaces import (
 )
 from beast.errors import EnvError, FlagError
 from beast.processes.watchdog import watched
-from libtorchbeast.rows import Rows, count_games, draw_seeds, read_step, write_observation
+from libtorchbeast.rows import (
+    Rows,
+    close_all,
+    count_games,
+    draw_seeds,
+    read_step,
+    write_observation,
+)
 from libtorchbeast.spaces import spaces_to_json
 
 SAID = (gym.error.Error, FlagError, ImportError)  # whose messages say what to change
@@ -178,11 +185,8 @@ class Environments:
         return self.row
 
     def close(self):
-        with contextlib.ExitStack() as stack:  # close all, even if one raises
-            for env in reversed(self.envs):
-                if hasattr(env, "close"):
-                    stack.callback(env.close)
-            self.envs = []
+        envs, self.envs = self.envs, []
+        close_all(envs)
 
     def _check_actions(self, actions):
         likeness = self.row["last_action"]

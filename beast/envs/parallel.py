@@ -82,7 +82,9 @@ class ParallelEnvironments:
         if self._here:
             return None if self._is_awake else self._here.initial()
         self._ask(INITIAL)
-        return self.receive()
+        row = self.receive()
+        # Of a process that was lost meanwhile it is no first row: all begin again.
+        return self.initial() if row and any(self._is_new) else row
 
     def step(self, actions):
         """Take actions, as Environments.step does, and return the next row; None once woken."""

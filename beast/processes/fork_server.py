@@ -29,6 +29,7 @@ from beast.processes.lifetime import (
     default_signals_in_forks,
     exit_with_parent,
     lead_group,
+    signal_name,
     signals_blocked,
     socket_folder,
     start_logging,
@@ -92,7 +93,7 @@ def describe_exit(process):
     if process.exitcode is None:
         return f"its process {process.pid} cannot be killed"
     if process.exitcode < 0:
-        return f"killed by {signal.Signals(-process.exitcode).name}"
+        return f"killed by {signal_name(-process.exitcode)}"
     return f"it ended with status {process.exitcode}"
 
 
@@ -174,10 +175,8 @@ def child_main(function, pipe, *args, niceness=10):
     os.nice(niceness)
     try:
         function(*args)
-    except (EOFError, BrokenPipeError):
-        pass  # the main process has closed the pipe
     except Exception:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the main process has closed the pipe
             pipe.send(("error", traceback.format_exc()))
 
 

@@ -35,6 +35,11 @@ def start_logging():
     logging.basicConfig(format=LOG_FORMAT, level=logging.INFO)
 
 
+def signal_name(number):
+    """Return a signal's name; most real-time signals have none."""
+    return next((s.name for s in signal.Signals if s == number), f"signal {number}")
+
+
 def lock_file(file):
     """Lock a file against other processes until it is closed, where the file system knows locks.
 

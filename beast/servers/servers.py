@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ import libtorchbeast
 from beast.envs.spaces import spaces_from_json
 from beast.errors import EnvError, FlagError
 from beast.processes.fork_server import remove_after_death
-from beast.processes.lifetime import socket_folder
+from beast.processes.lifetime import signal_name, socket_folder
 from beast.servers import credentials
 from beast.servers.addresses import (
     FOLDER_PREFIX,
@@ -277,7 +276,7 @@ class LocalServers:
         """Restart the servers if they were killed; return False if they ended by themselves."""
         status = self.process.poll()
         if status is not None and status < 0:
-            how = signal.Signals(-status).name
+            how = signal_name(-status)
             logging.error("The environment servers' main process was killed by %s", how)
             self.process.stdin.close()
             time.sleep(PAUSES[0])  # in which its children end

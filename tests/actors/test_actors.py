@@ -220,6 +220,8 @@ def test_why_a_process_has_ended():
     assert describe_exit(process) == "its process 7 cannot be killed"
     process.exitcode = -9
     assert describe_exit(process) == "killed by SIGKILL"
+    process.exitcode = -35
+    assert describe_exit(process) == "killed by signal 35"
     process.exitcode = 3
     assert describe_exit(process) == "it ended with status 3"
 

@@ -275,6 +275,7 @@ def test_environments_describe_themselves():
      (lambda o, r, *rest: (o, np.ones(2), *rest), r"the reward is array\(\[1., 1.\]\): can only"),
      (lambda o, r, *rest: (o, np.nan, *rest), r"the reward is nan"),
      (lambda o, r, *rest: (o, 1e39, *rest), r"the reward is 1e\+39; it must be finite"),
+     (lambda o, r, *rest: (o, 10**400, *rest), "the reward is 10000.*: int too large"),
      (lambda o, r, end, *rest: (o, r, None, *rest), "terminated is None; it must be True or False"),
      (lambda o, r, end, *rest: (o, r, "False", *rest), "terminated is 'False'; it must be"),
      (lambda o, r, end, cut, info: (o, r, end, 2, info), "truncated is 2; it must be True or"),
@@ -416,6 +417,18 @@ def test_refused_spaces_close_every_environment():
     with pytest.raises(EnvError, match="the observation space of environment 1 is Box.* 6.*Box"):
         Environments(lambda: Closing(columns=next(columns)), 2, 0)
     assert closed == [5, 6]
+
+
+@pytest.mark.parametrize("space", [gym.spaces.Discrete(3), gym.spaces.Box(0, 1, ())])
+def test_an_int_that_is_too_large_is_refused(space):
+    class Large(gym.Env):
+        observation_space, action_space = space, gym.spaces.Discrete(2)
+
+        def reset(self, **kwargs):
+            return 10**39, {}
+
+    with pytest.raises(EnvError, match=r"observation is object\[\], but should be"):
+        Environments(Large, 1, 0).initial()
 
 
 def test_a_space_of_the_old_gym_is_said_to_be_one():

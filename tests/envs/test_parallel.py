@@ -46,6 +46,23 @@ class Raising(Catch):
     def step(self, action):
         raise ValueError("no luck")
 
+    def close(self):
+        raise BrokenPipeError  # as of a simulator that has crashed
+
+
+class KilledOnce(Counter):
+    """Counter whose process is killed in the first reset of all."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def reset(self, **kwargs):
+        if multiprocessing.parent_process() is not None and not self.path.exists():
+            self.path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().reset(**kwargs)
+
 
 class Global(Catch):
     """Catch that draws its rewards from the generator of the process."""
@@ -171,6 +188,13 @@ def test_an_environment_that_raises_gives_its_traceback(environments):
         raising.step(np.zeros(5, np.int64))
     with pytest.raises(EnvError, match=r"(?s)environments, process \d has ended: .*no luck"):
         raising.step(np.zeros(5, np.int64))
+
+
+def test_the_first_row_is_one_though_a_process_was_lost(environments, tmp_path):
+    several = environments(functools.partial(KilledOnce, tmp_path / "killed"), 2)
+    row = several.initial()
+    assert row["done"].all() and not row["truncated"].any()
+    assert several.supervisor.num_deaths() == 1
 
 
 @pytest.mark.whole
