@@ -131,19 +131,19 @@ def test(flags, create_env, net_class, describe=None):
             print(f"game {len(games)}: return {game_return:g} in {game_step} steps", flush=True)
         result = {"step": saved["step"], "protocol": protocol}
         result |= summarize(*zip(*games, strict=True), game)
+        print(describe_result(result))
+        if flags.result_file is not None:
+            path = pathlib.Path(flags.result_file).expanduser()
+            try:
+                # A pipe or a device; or a link, perhaps to one, as /dev/stdout is.
+                if path.is_symlink() or (path.exists() and not path.is_file()):
+                    path.write_text(json.dumps(result))
+                else:
+                    replace_file(path, json.dumps(result).encode())
+            except OSError as error:
+                raise FlagError(f"cannot write --result_file {path}: {error}") from None
     finally:
         environments.close()
-    print(describe_result(result))
-    if flags.result_file is not None:
-        path = pathlib.Path(flags.result_file).expanduser()
-        try:
-            # A pipe or a device; or a link, perhaps to one, as /dev/stdout is.
-            if path.is_symlink() or (path.exists() and not path.is_file()):
-                path.write_text(json.dumps(result))
-            else:
-                replace_file(path, json.dumps(result).encode())
-        except OSError as error:
-            raise FlagError(f"cannot write --result_file {path}: {error}") from None
     return result
 
 
@@ -245,7 +245,7 @@ def describe_protocol(environments, flags):
 
 
 def _describe_game(env):
-    known = dict(env.unwrapped.spec.kwargs)
+    known = {"repeat_action_probability": 0.25} | env.unwrapped.spec.kwargs  # AtariEnv's default
     for name in ("noop_max", "frame_skip"):
         if env.has_wrapper_attr(name):
             known[name] = env.get_wrapper_attr(name)
@@ -255,7 +255,8 @@ def _describe_game(env):
         "repeat_action_probability": "sticky actions {:g}",
         "max_num_frames_per_episode": "at most {:,} frames a game",
     }
-    parts = [text.format(known[name]) for name, text in texts.items() if name in known]
+    known = {name: known.get(name) for name in texts}
+    parts = [text.format(known[name]) for name, text in texts.items() if known[name] is not None]
     wrappers = str(env)  # names all of them
     parts += ["each life an episode"] * ("EpisodicLife" in wrappers)
     parts += ["FIRE pressed to begin an episode"] * ("FireReset" in wrappers)

@@ -195,9 +195,17 @@ def test_a_game_is_known_by_its_environment(env, game):
             "--full_action_space --no_episodic_life",
             "greedy, 18 actions, frame skip 4, sticky actions 0.25, at most 108,000 frames a game",
         ),
+        (
+            "--env Endless-v5 --noop_max 0 --no_episodic_life --greedy",
+            "greedy, 6 actions, frame skip 4, sticky actions 0.25, "
+            "FIRE pressed to begin an episode",
+        ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*Overriding environment")
 def test_the_protocol_says_how_an_atari_game_is_played(words, protocol):
+    # Without a limit, and with AtariEnv's own sticky actions.
+    gym.register("Endless-v5", "ale_py.env:AtariEnv", kwargs={"game": "pong"})
     flags = monobeast.parser.parse_args(["--mode", "test", *words.split()])
     environments = Environments(lambda: atari_wrappers.create_atari(flags), 2, 1)
     text = evaluate.describe_protocol(environments, flags)
