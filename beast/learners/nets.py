@@ -70,6 +70,8 @@ def create_net(net_class, observation_space, action_space, **arguments):
         ) from error
     if any(map(nn.parameter.is_lazy, [*model.parameters(), *model.buffers()])):
         raise FlagError(f"{where} has lazy layers, which take no weights of others: give sizes")
+    if odd := [name for name, x in model.state_dict().items() if not torch.is_tensor(x)]:
+        raise FlagError(f"{where} has {odd[0]}, which is no tensor, in its state: make it a buffer")
     _check_outputs(outputs, rows, action_space, where)
     _check_state(state, new_state, where)
     if mask is not None and (outputs["policy_logits"][..., 1:] > FORBIDDEN / 2).any():

@@ -266,14 +266,20 @@ def test_a_wrong_initial_state_is_refused(initial_state):
         create_net(Net, FEATURES, DISCRETE, use_lstm=True)
 
 
-def test_a_net_whose_layers_have_no_sizes_is_refused():
-    class Net(CatchNet):
+def test_a_net_whose_state_no_other_could_load_is_refused():
+    class Lazy(CatchNet):
         def __init__(self, observation_space, num_actions):
             super().__init__(observation_space, num_actions)
             self.unused = torch.nn.LazyLinear(3)
 
-    with pytest.raises(FlagError, match="Net in .* has lazy layers, .*: give sizes"):
-        create_net(Net, FEATURES, DISCRETE)
+    class Extra(CatchNet):
+        def get_extra_state(self):
+            return {"updates": 1}
+
+    with pytest.raises(FlagError, match="Lazy in .* has lazy layers, .*: give sizes"):
+        create_net(Lazy, FEATURES, DISCRETE)
+    with pytest.raises(FlagError, match="Extra in .* has _extra_state, .*: make it a buffer"):
+        create_net(Extra, FEATURES, DISCRETE)
 
 
 def test_a_net_of_other_actions_than_the_environments_is_refused():
