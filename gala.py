@@ -238,7 +238,9 @@ def average_gradients(model):
     gradients /= dist.get_world_size()
     sizes = [p.numel() for p in model.parameters()]
     for parameter, part in zip(model.parameters(), gradients.split(sizes), strict=True):
-        if parameter.grad is not None:  # a gradient is None in all agents or in none
+        if parameter.requires_grad:
+            if parameter.grad is None:  # not used by this agent's batch
+                parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(part.view_as(parameter))
 
 

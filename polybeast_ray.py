@@ -51,6 +51,7 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))
 LEARNER_SCRIPT, ENV_SCRIPT = f"{FOLDER}/polybeast.py", f"{FOLDER}/polybeast_env.py"
 SAVEDIR = "~/logs/torchbeast"  # as in flags.py
 OWN = ("--mode", "--elastic", "--listen", "--insecure", "--auth_token_file", "--server_addresses")
+OWN += ("--tls_cert", "--tls_key", "--tls_ca")
 PORTS = range(20_000, 32_000)  # of which the kernel and Ray give none out
 TOKEN_FD = 500  # one free number in all learners, which compare their flags
 MIN_SECONDS, MAX_FAILURES = 60, 3  # so many starts in a row that last less end the run

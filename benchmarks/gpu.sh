@@ -158,7 +158,7 @@ case ${1:-} in
   short) stages=(setup=35 tests=60 whole=65) NUM_SETTINGS=2 ;;
   *=*) stages=("$@") ;;
   *)
-    sed -n '3,/^set/s/^# \{0,1\}//p' "$0" >&2
+    sed -n '3,/^set/s/^# \{0,1\}//p' benchmarks/gpu.sh >&2
     exit 2
     ;;
 esac
@@ -172,7 +172,7 @@ run_stages() {
     echo "== ${stage%=*}, $(date -u +'%F %T')"
     begin=$SECONDS
     limit=$((${stage#*=} * ${SLOWER:-1}))
-    STAGE_LIMIT=$limit timeout --signal INT --kill-after 5 "$limit" bash "$0" "${stage%=*}" ||
+    STAGE_LIMIT=$limit timeout --signal INT --kill-after 5 "$limit" bash benchmarks/gpu.sh "${stage%=*}" ||
       failed+=("${stage%=*} (status $?)")
     tar -czf "$OUT/runs.tar.gz" --exclude '*.tar' -C "$PREFIX" runs || true
     echo "== ${stage%=*} took $((SECONDS - begin)) s"

@@ -242,6 +242,15 @@ def test_averaged_gradients_are_those_of_all_environments(tmp_path):
     assert torch.equal(*weights)
 
 
+def test_an_agent_learns_what_others_batches_have_used(monkeypatch):
+    monkeypatch.setattr(gala.dist, "all_reduce", lambda x: x.add_(1))
+    monkeypatch.setattr(gala.dist, "get_world_size", lambda: 2)
+    model = torch.nn.Linear(2, 3)
+    model.weight.grad = torch.ones(3, 2)
+    gala.average_gradients(model)
+    assert (model.weight.grad == 1).all() and (model.bias.grad == 0.5).all()
+
+
 @pytest.fixture
 def sums(monkeypatch):
     """The gradients that all_reduce was given, of the only agent of a group."""

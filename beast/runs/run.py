@@ -146,7 +146,8 @@ class Run:
             finally:
                 self._signals.restore()
         # Torchrun must not restart a run that was stopped.
-        is_wanted = self._group.by_torchrun and self._signals.first
+        has_to_stop = self._signals.first or self._group.exchange.has_to_stop
+        is_wanted = self._group.by_torchrun and has_to_stop
         if failure and error is None and not is_wanted:
             raise FlagError(failure)
 

@@ -291,13 +291,15 @@ def test_an_unwritable_last_checkpoint_is_an_error(small_disk, caplog):
     assert load(small_disk / "run" / "model.tar")["step"] == 200
 
 
-def test_torchrun_does_not_restart_a_stopped_run_on_a_full_disk(small_disk):
+@pytest.mark.parametrize("is_told", [False, True])  # the signal came to another learner
+def test_torchrun_does_not_restart_a_stopped_run_on_a_full_disk(small_disk, is_told, monkeypatch):
     with start(small_disk) as run:
         run._group = Alone()
         run._group.by_torchrun = True
         record(run)
         filler = fill(small_disk)
-        run._signals.first = signal.SIGTERM
+        monkeypatch.setattr(run._group.exchange, "has_to_stop", is_told)
+        run._signals.first = None if is_told else signal.SIGTERM
     assert run.exit_status == 0
     filler.unlink()
 
