@@ -71,6 +71,12 @@ ActorPool::ActorPool(int64_t unroll_length, std::shared_ptr<BatchingQueue> learn
   require(options_.seeds.empty() || options_.seeds.size() == addresses_.size(),
           "there are " + std::to_string(options_.seeds.size()) + " seeds for " +
               std::to_string(addresses_.size()) + " streams");
+  const auto check_seed = [](const std::string& seed) {
+    require(seed.find_first_not_of("0123456789,") == std::string::npos,
+            "a seed should be integers separated by commas, not '" + seed + "'");
+  };
+  for (const std::string& seed : options_.seeds) check_seed(seed);
+  check_seed(options_.listener_seed);
   require(num_envs >= 1, "num_envs is " + std::to_string(num_envs) + "; it must be at least 1");
   require(options_.connect_timeout_s > 0 && options_.step_timeout_s > 0,
           "connect_timeout_s and step_timeout_s must be positive");

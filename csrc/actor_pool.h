@@ -71,7 +71,7 @@ class ActorPool {
   // called twice.
   void run();
 
-  // Environment steps so far.
+  // Rows after the first ones of streams so far, also those at ends of episodes that are no steps.
   int64_t count() const { return count_; }
   // Reconnections of all streams so far.
   int64_t num_reconnects() const { return num_reconnects_; }

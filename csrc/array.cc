@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <new>
 #include <stdexcept>
 #include <utility>
@@ -146,9 +147,14 @@ Array Array::row(int64_t index) const {
 }
 
 Array make_array(DType dtype, Shape shape, MemoryPool& pool) {
-  Array array{dtype, std::move(shape), nullptr};
-  array.data = pool.take(array.num_bytes());
-  return array;
+  size_t num_bytes = size_of(dtype);
+  for (const int64_t size : shape) {
+    if (__builtin_mul_overflow(num_bytes, static_cast<size_t>(size), &num_bytes) ||
+        num_bytes > static_cast<size_t>(std::numeric_limits<int64_t>::max())) {
+      throw std::bad_alloc();
+    }
+  }
+  return Array{dtype, std::move(shape), pool.take(num_bytes)};
 }
 
 Array concatenate(const std::vector<Columns>& parts, size_t batch_dim, MemoryPool& pool) {

@@ -153,13 +153,22 @@ Listener::Listener(int socket, int64_t max_streams, Credentials credentials)
   constexpr int64_t kMaxThreads = std::numeric_limits<int>::max();
   builder.SetResourceQuota(grpc::ResourceQuota().SetMaxThreads(
       static_cast<int>(std::min(max_streams_ + kSpareThreads, kMaxThreads))));
+  if (credentials_.tls) {  // an acceptor does not say whether gRPC can use them
+    rpcenv::RPCLearner::Service service;
+    grpc::ServerBuilder probe;
+    probe.RegisterService(&service);
+    probe.AddListeningPort("127.0.0.1:0", make_credentials(credentials_));
+    if (!probe.BuildAndStart()) {
+      throw std::invalid_argument("gRPC cannot serve with that certificate and key");
+    }
+  }
   // Connections are accepted here: gRPC would accept any number, and none any more once there were
   // no file descriptors left.
   acceptor_ = builder.experimental().AddExternalConnectionAcceptor(
       grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
       make_credentials(credentials_));
   server_ = builder.BuildAndStart();
-  if (!server_) throw std::invalid_argument("gRPC cannot serve with that certificate and key");
+  if (!server_) throw std::runtime_error("gRPC cannot serve");
   accepting_ = std::thread([this] { accept_connections(); });
 }
 

@@ -110,6 +110,19 @@ Credentials make_credentials(const Tls& tls, std::optional<std::string> auth_tok
   return credentials;
 }
 
+Rollout::Ranges read_ranges(py::handle nest) {
+  Nest<Array> ranges = from_python(nest);
+  if (!ranges.is_dict()) throw py::value_error("ranges should be a dict");
+  ranges.for_each([](const Array& array) {
+    if (array.shape.empty() ||
+        (array.shape[0] != 0 && (array.shape[0] != 2 || !array.view().is_integer()))) {
+      throw py::value_error("ranges has " + array.description() +
+                            "; it should have integers [2, ...], or [0, ...]");
+    }
+  });
+  return std::move(ranges.dict());
+}
+
 std::pair<ActorPool::Options, std::shared_ptr<Listener>> read_options(const py::dict& keywords) {
   size_t num_known = 0;
   const auto read = [&](const char* name, auto* value) {
@@ -147,7 +160,7 @@ std::pair<ActorPool::Options, std::shared_ptr<Listener>> read_options(const py::
     throw py::type_error(py::str("unknown keyword among {}").format(py::list(keywords)));
   }
   options.credentials = make_credentials(tls, std::move(auth_token));
-  options.ranges = from_python(ranges).dict();
+  options.ranges = read_ranges(ranges);
   return {std::move(options), std::move(listener)};
 }
 
@@ -205,7 +218,7 @@ py::dict read_handshake(const std::string& peer, const rpcenv::Step& first,
   result["stack_size"] = handshake.stack_size();
   result["env"] = handshake.env();
   if (!check.is_none()) {
-    Rollout::Ranges ranges = from_python(check(result)).dict();
+    Rollout::Ranges ranges = read_ranges(check(result));
     NoGil no_gil;
     check_first_row(peer, first, std::move(ranges));
   }
@@ -378,7 +391,10 @@ PYBIND11_MODULE(_C, m) {
       .def("run", &ActorPool::run, py::call_guard<NoGil>(),
            "Block until the queue or the batcher is closed. Raises the first failure: TimeoutError "
            "or ConnectionError for a server that cannot be reached or is lost.")
-      .def("count", &ActorPool::count, "Environment steps so far.")
+      .def(
+          "count", &ActorPool::count,
+          "Rows after the first ones of streams so far, also those at ends of episodes that are no "
+          "steps.")
       .def(
           "num_connected", [](ActorPool& pool) { return pool.wait_times().num_connected(); },
           py::call_guard<NoGil>(), "Streams that are connected now.")

@@ -74,7 +74,13 @@ py::object export_dlpack(py::handle object) {
 }
 
 Array import_dlpack(py::handle object) {
-  const py::object capsule = export_dlpack(object);
+  py::object capsule;
+  try {
+    capsule = export_dlpack(object);
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_BufferError) && !error.matches(PyExc_RuntimeError)) throw;
+    throw py::value_error("a leaf cannot be used: " + py::str(error.value()).cast<std::string>());
+  }
   auto* managed =
       static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (managed == nullptr) throw py::error_already_set();

@@ -64,7 +64,10 @@ Rollout::Rollout(int64_t unroll_length, bool dict_outputs, const rpcenv::Step& f
   if (stack_size_ > 0) {
     row.at("frame").leaf().shape = stacked_shape(first, num_envs_, stack_size_);
   }
-  for (const auto& [key, nest] : ranges_) check_space(key, row.at(key), nest);
+  for (const auto& [key, nest] : ranges_) {
+    if (row.count(key) == 0) throw std::invalid_argument("no row has the " + key + " of ranges");
+    check_space(key, row.at(key), nest);
+  }
   for (const auto& [key, nest] : row) {
     rows_.emplace(key, nest.map([&](const ArrayView& array) {
       Shape shape = array.shape;

@@ -22,7 +22,8 @@ earned meanwhile counts for the row in which the new one took effect (the learne
 
 - An action that comes after the end takes effect in the next episode. The row that ends the old one
   names it all the same: the learner chose it in that episode.
-- Rewards of an episode before its first row count for its second.
+- Rewards of an episode before its first row count for its second; of a stream's first episode
+  they are left out.
 - An episode that ends before its first row could be sent is left out.
 
 `reset` instead waits for an action of the new episode; one that comes after the end has no effect.

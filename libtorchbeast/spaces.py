@@ -76,7 +76,8 @@ def to_action(d, action):
       ValueError: there is no such action.
     """
     if d["type"] == "Box":
-        return np.clip(action, d["low"], d["high"]).astype(d["dtype"])
+        # A float32 at a bound may be a little beyond that of a float64.
+        return np.clip(action.astype(d["dtype"]), d["low"], d["high"]).astype(d["dtype"])
     if not ((action >= 0) & (action < d["n" if d["type"] == "Discrete" else "nvec"])).all():
         raise ValueError(f"the action {action} is outside its space, {d}")
     action = (action + np.asarray(d["start"])).astype(d["dtype"])

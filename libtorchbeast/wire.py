@@ -252,6 +252,8 @@ def _append_nest(number, nest, parts):
     for item in nest.values() if isinstance(nest, dict) else nest:
         num_bytes += _append_nest(2, item, parts)
     for key in nest if isinstance(nest, dict) else ():
+        if not isinstance(key, str):
+            raise TypeError(f"an observation has the key {key!r}; it should be a string")
         key = key.encode()
         parts += _head(3, len(key)), key
         num_bytes += len(parts[-2]) + len(key)

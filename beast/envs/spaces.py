@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 
 from beast.errors import EnvError, FlagError
+from beast.nest import leaves_of
 
 # Of spaces that another machine names: bytes of an observation, as of a message, and actions.
 MAX_BYTES, MAX_ACTIONS = 2**28, 2**20
@@ -209,7 +210,9 @@ def spaces_from_json(text):
         frame_skip = spaces.get("frame_skip", 1)
         if type(frame_skip) is not int or not 1 <= frame_skip <= MAX_ACTIONS:
             raise ValueError("the frame skip is no positive number")
-        row_ranges(observation_space, action_space)
+        for array in leaves_of(row_ranges(observation_space, action_space)):
+            if not array.dtype.isnative or array.dtype.itemsize > 8:
+                raise ValueError(f"arrays of {array.dtype} cannot be sent")
         json.dumps(spaces, ensure_ascii=False).encode()  # fails for keys that are not valid Unicode
     except Exception as error:  # gymnasium and NumPy raise all kinds
         problem = str(error) or type(error).__name__

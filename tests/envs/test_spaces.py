@@ -84,6 +84,7 @@ TWO = {"type": "Discrete", "n": 2, "start": 0, "dtype": "int64"}
      {"observation": BOX | {"shape": 10**5 * [10]}},
      {"observation": BOX | {"low": 2}}, {"observation": BOX | {"low": [0, 0, 0]}},
      {"observation": {"type": "Tuple", "spaces": 9 * [BOX | {"shape": [2**23]}]}},
+     {"observation": BOX | {"dtype": ">f4"}}, {"observation": BOX | {"dtype": "float128"}},
      {"observation": TWO | {"n": 10**12}}, {"action": TWO | {"n": 0}},
      {"action": TWO | {"n": 10**9}},
      {"action": TWO | {"start": 2**63 - 1}, "observation": TWO | {"start": 2**63 - 1}},

@@ -113,6 +113,7 @@ def test_rows_are_those_of_any_environment(learner, env_class):
         (gym.spaces.MultiDiscrete([3, 5], np.int8, start=[1, 0]), [2, 4], [3, 4]),
         (gym.spaces.Box(-1, 1, (2,)), [0.5, 7], [0.5, 1]),
         (gym.spaces.Box(np.float32([-1, 0]), np.float32([1, 2])), [0.5, 7], [0.5, 2]),
+        (gym.spaces.Box(-0.1, 0.1, (1,), np.float64), [0.5], [0.1]),
     ],
 )
 def test_actions_are_of_their_space(learner, space, chosen, received):

@@ -312,7 +312,7 @@ BROKEN = {
     "ends": (lambda: Wrong(done=np.zeros(2, bool)), r"terminated is array\(\[False, False"),
     "shape": (observing(lambda: np.zeros(5, np.int32), 2), r"int32\[5\], but should be int32\[1\]"),
     "dtype": (observing(lambda: np.zeros(1, np.int64), 2), "int64.1., but should be"),
-    "key": (observing(lambda: {1: np.zeros(1)}), "(?i)error"),
+    "key": (observing(lambda: {1: np.zeros(1)}), "an observation has the key 1; it should be a st"),
     "text": (observing(lambda: np.array(["text"])), "(?i)error"),
     "object": (observing(lambda: np.array([None])), "(?i)error"),
 }

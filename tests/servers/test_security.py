@@ -27,7 +27,7 @@ import polybeast
 import polybeast_env
 from beast.errors import EnvError, FlagError
 from beast.servers import credentials, handshakes, server_processes, servers
-from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher, Server, query_server
+from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher, Listener, Server, query_server
 from libtorchbeast import server as server_module
 from libtorchbeast.access import is_local, warn_of_loopback
 
@@ -150,6 +150,16 @@ def test_a_stranger_has_nothing_made_and_does_not_fill_the_log(caplog):
     message = r"refused 1 stream\(s\) without this server's token, most recently from ipv4"
     assert len(re.findall(message, caplog.text)) == 1
     assert TOKEN not in caplog.text
+
+
+def test_a_listener_refuses_a_certificate_without_its_key(folders):
+    ca, certificate, key = both(folders)[1]["tls"]
+    strange = (folders / "strange" / "learner.key").read_text()
+    with socket.create_server(("127.0.0.1", 0)) as port:
+        for tls in (("a", "b", "c"), (ca, certificate, strange)):
+            with pytest.raises(ValueError, match="cannot serve with that certificate and key"):
+                Listener(port.fileno(), 1, tls=tls)
+        Listener(port.fileno(), 1, tls=(ca, certificate, key)).close()
 
 
 @pytest.mark.parametrize(
