@@ -36,7 +36,7 @@ test: test-env build lint ## build, lint, all tests but the long ones (make exam
 examples: test-env build ## learn each of the examples, and what else takes long, in half an hour; MuJoCo's if it is installed
 	exec $(PYTEST) -m long $(ARGS)
 
-preempt: build ## kill four programs 100 times each at random moments and resume it: two hours
+preempt: build ## kill four programs 100 times each at random moments and resume them: two hours
 	exec .venv/bin/python campaigns/preemption.py $(ARGS)
 
 elastic: test-env build ## kill learners of one policy, the writer and the lighthouse, and start others: 20 minutes

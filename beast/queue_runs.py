@@ -261,10 +261,10 @@ class Queue:
             self._lock = open(self._path.with_suffix(".lock"), "w")  # until the end
             lock_file(self._lock)
             text = self._path.read_text(errors="replace") if self._path.exists() else ""
-        except OSError as error:
+            rows = list(csv.DictReader(text.splitlines()))  # of earlier queues
+        except (OSError, csv.Error) as error:
             reason = "another queue uses it" if isinstance(error, BlockingIOError) else error
             raise FlagError(f"cannot use --savedir {runs[0].savedir}: {reason}") from None
-        rows = csv.DictReader(text.splitlines())  # of earlier queues
         self._rows = {row.get("xpid"): row for row in rows}
         for row in self._rows.values():
             if row.get("status") == "running":  # its queue was killed: it no longer has the lock

@@ -197,7 +197,7 @@ def close_all(envs):
         try:
             if hasattr(env, "close"):
                 env.close()
-        except Exception as error:
+        except BaseException as error:
             errors.append(error)
     if errors:
         raise errors[0]

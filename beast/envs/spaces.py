@@ -8,7 +8,6 @@ import gymnasium as gym
 import numpy as np
 
 from beast.errors import EnvError, FlagError
-from beast.nest import leaves_of
 
 # Of spaces that another machine names: bytes of an observation, as of a message, and actions.
 MAX_BYTES, MAX_ACTIONS = 2**28, 2**20
@@ -67,7 +66,9 @@ def empty_observation(space, num_envs, path="observation", advice=""):
         return tuple(empty_observation(s, num_envs, f"{path}[{k}]", advice) for k, s in items)
     if not _is_array(space):
         advice = advice or "leave it out, or make it a Box, by a wrapper in create_env"
-        raise EnvError(f"the space of {path} is {space}, which is no array of numbers: {advice}")
+        raise EnvError(
+            f"the space of {path} is {space}, which is no array of numbers of a tensor: {advice}"
+        )
     return np.zeros((num_envs, *space.shape), space.dtype)
 
 
@@ -83,7 +84,11 @@ def leaves(space, path=()):
 
 def _is_array(space):
     return all(
-        part.shape is not None and part.dtype is not None and part.dtype.kind in "biuf"
+        part.shape is not None
+        and part.dtype is not None
+        and part.dtype.kind in "biuf"
+        and part.dtype.itemsize <= 8
+        and part.dtype.isnative
         for _, part in leaves(space)
     )
 
@@ -210,9 +215,9 @@ def spaces_from_json(text):
         frame_skip = spaces.get("frame_skip", 1)
         if type(frame_skip) is not int or not 1 <= frame_skip <= MAX_ACTIONS:
             raise ValueError("the frame skip is no positive number")
-        for array in leaves_of(row_ranges(observation_space, action_space)):
-            if not array.dtype.isnative or array.dtype.itemsize > 8:
-                raise ValueError(f"arrays of {array.dtype} cannot be sent")
+        if not _is_array(observation_space):
+            raise ValueError("a dtype is none that tensors have")
+        row_ranges(observation_space, action_space)
         json.dumps(spaces, ensure_ascii=False).encode()  # fails for keys that are not valid Unicode
     except Exception as error:  # gymnasium and NumPy raise all kinds
         problem = str(error) or type(error).__name__

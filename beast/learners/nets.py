@@ -55,6 +55,8 @@ def create_net(net_class, observation_space, action_space, **arguments):
             f"{where} cannot be made for {spaces} ({type(error).__name__}: {error}): edit it, see "
             "docs/model.md"
         ) from (None if isinstance(error, ValueError) else error)
+    if any(map(nn.parameter.is_lazy, [*model.parameters(), *model.buffers()])):
+        raise FlagError(f"{where} has lazy layers, which take no weights of others: give sizes")
     rows = sample_rows(observation_space, action_space)
     mask = _find_mask(rows["frame"], action_space)
     if mask is not None:
@@ -68,8 +70,6 @@ def create_net(net_class, observation_space, action_space, **arguments):
             f"{where} cannot answer rows of T = {T}, B = {B} with {spaces} "
             f"({type(error).__name__}: {error}): edit it, see docs/model.md"
         ) from error
-    if any(map(nn.parameter.is_lazy, [*model.parameters(), *model.buffers()])):
-        raise FlagError(f"{where} has lazy layers, which take no weights of others: give sizes")
     if odd := [name for name, x in model.state_dict().items() if not torch.is_tensor(x)]:
         raise FlagError(f"{where} has {odd[0]}, which is no tensor, in its state: make it a buffer")
     _check_outputs(outputs, rows, action_space, where)

@@ -419,6 +419,17 @@ def test_refused_spaces_close_every_environment():
     assert closed == [5, 6]
 
 
+@pytest.mark.parametrize("dtype", [">f4", np.longdouble])
+def test_a_dtype_that_no_tensor_has_is_refused(dtype):
+    class Odd(Catch):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = gym.spaces.Box(0, 1, (2,), dtype)
+
+    with pytest.raises(EnvError, match="observation is Box.*, which is no array of numbers of a t"):
+        Environments(Odd, 1, 0)
+
+
 @pytest.mark.parametrize("space", [gym.spaces.Discrete(3), gym.spaces.Box(0, 1, ())])
 def test_an_int_that_is_too_large_is_refused(space):
     class Large(gym.Env):

@@ -47,7 +47,8 @@ class Raising(Catch):
         raise ValueError("no luck")
 
     def close(self):
-        raise BrokenPipeError  # as of a simulator that has crashed
+        if multiprocessing.parent_process() is not None:  # not of the sample of the main process
+            raise BrokenPipeError  # as of a simulator that has crashed
 
 
 class KilledOnce(Counter):
@@ -58,9 +59,10 @@ class KilledOnce(Counter):
         self.path = path
 
     def reset(self, **kwargs):
-        if multiprocessing.parent_process() is not None and not self.path.exists():
-            self.path.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if multiprocessing.parent_process() is not None:
+            with contextlib.suppress(FileExistsError):
+                self.path.touch(exist_ok=False)  # in one process alone
+                os.kill(os.getpid(), signal.SIGKILL)
         return super().reset(**kwargs)
 
 

@@ -270,7 +270,7 @@ def test_a_net_whose_state_no_other_could_load_is_refused():
     class Lazy(CatchNet):
         def __init__(self, observation_space, num_actions):
             super().__init__(observation_space, num_actions)
-            self.unused = torch.nn.LazyLinear(3)
+            self.policy = torch.nn.LazyLinear(num_actions)
 
     class Extra(CatchNet):
         def get_extra_state(self):
