@@ -55,6 +55,8 @@ push_parser.add_argument("run", type=pathlib.Path, help="Folder of the run.")
 push_parser.add_argument("target", help="A new folder, or hf:NAME/REPO.")
 push_parser.add_argument("--best", action="store_true",
                          help="The checkpoint with the highest mean return of 100 games.")
+push_parser.add_argument("--half", action="store_true",
+                         help="Weights in half of the bytes; the games are played with these.")
 pull_parser = commands.add_parser("pull", help="Make a run, for --mode test, of packed weights.")
 pull_parser.add_argument("source", help="A folder, or hf:NAME/REPO.")
 pull_parser.add_argument("run", type=pathlib.Path, help="Folder of the run to be made.")
@@ -91,8 +93,11 @@ def new_folder(path):
         raise
 
 
-def pack(run, name, folder):
-    """Write the weights of a run's checkpoint into a folder, and what else belongs to the run."""
+def pack(run, name, folder, half=False):
+    """Write the weights of a run's checkpoint into a folder, and what else belongs to the run.
+
+    With `half`, matrices and filters become float16; vectors, as biases and statistics, do not.
+    """
     from safetensors.torch import save
 
     try:
@@ -108,6 +113,9 @@ def pack(run, name, folder):
         raise FlagError(f"{run / name} has weights that are no tensors: {', '.join(others)}")
     # Copies, since safetensors refuses tensors that share memory, as tied weights do.
     weights = {key: x.clone(memory_format=torch.contiguous_format) for key, x in weights.items()}
+    if half:
+        large = {key: x for key, x in weights.items() if x.dim() > 1 and x.dtype == torch.float32}
+        weights |= {key: x.half() for key, x in large.items()}
     try:
         header = json.dumps({key: saved[key] for key in HEADER})
     except (KeyError, TypeError) as error:  # a tensor among the flags, say
@@ -157,7 +165,9 @@ def unpack(folder, run):
     from safetensors.torch import load_file
 
     content = read_header(folder)
-    content |= {"model_state_dict": load_file(folder / WEIGHTS), "optimizer": NO_OPTIMIZER}
+    weights = load_file(folder / WEIGHTS)
+    weights |= {key: x.float() for key, x in weights.items() if x.dtype == torch.float16}
+    content |= {"model_state_dict": weights, "optimizer": NO_OPTIMIZER}
     content |= {"optimizer_state_dict": {}, "scheduler_state_dict": {}, "random_states": {}}
     content["stats"] = {"step": content["step"]}
     with new_folder(run) as new:
@@ -295,7 +305,7 @@ def push(flags, arguments):
         target = pathlib.Path(flags.target).expanduser()
         # Of what can fail, the target comes first: the games may take minutes.
         with new_folder(pathlib.Path(parent) / "packed" if repository else target) as folder:
-            pack(run, checkpoint.BEST if flags.best else checkpoint.NEWEST, folder)
+            pack(run, checkpoint.BEST if flags.best else checkpoint.NEWEST, folder, flags.half)
             with translated(flags.target):
                 api = get_hub().HfApi() if repository else None
                 if repository:

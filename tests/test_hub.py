@@ -45,6 +45,17 @@ def test_packed_weights_are_those_of_the_run_with_score_and_card(trained):
 
 
 @pytest.mark.whole
+def test_half_of_the_bytes_are_enough_to_play(trained, tmp_path):
+    one, packed = trained
+    hub.main(["push", str(one), str(tmp_path / "half"), "--half", "--num_episodes", "4"])
+    full, half = (load_file(path / hub.WEIGHTS) for path in (packed, tmp_path / "half"))
+    for name, x in half.items():
+        assert x.dtype == (torch.float16 if x.dim() > 1 else full[name].dtype)
+        torch.testing.assert_close(x.to(full[name].dtype), full[name], rtol=1e-3, atol=1e-6)
+    assert hub.main(["test", str(tmp_path / "half"), "--num_episodes", "4"]) is None
+
+
+@pytest.mark.whole
 def test_weights_of_a_fork_are_played_by_the_fork(trained, tmp_path, monkeypatch, caplog):
     one, _ = trained
     shutil.copytree(one, tmp_path / "one")
