@@ -166,20 +166,16 @@ class Net(nn.Module):
                 outputs.append(output)
             x = torch.cat(outputs).flatten(0, 1)
 
-        frame = map_nest(lambda x: x.flatten(0, 1), inputs["frame"])
-        policy_logits = self.observations.mask(self.policy(x), frame)  # [T * B, A]
-        baseline = self.baseline(x)
+        policy_logits = self.policy(x).view(T, B, self.num_actions)
+        policy_logits = self.observations.mask(policy_logits, inputs["frame"])
         if self.training:
             # By Gumbel's trick: multinomial would fail on a NaN, which the learner is to report.
             noise = torch.empty_like(policy_logits).exponential_().log()
-            action = (policy_logits - noise).argmax(dim=1)
+            action = (policy_logits - noise).argmax(dim=2)
         else:
-            action = policy_logits.argmax(dim=1)
-        return {
-            "policy_logits": policy_logits.view(T, B, self.num_actions),
-            "baseline": baseline.view(T, B),
-            "action": action.view(T, B),
-        }, agent_state
+            action = policy_logits.argmax(dim=2)
+        baseline = self.baseline(x).view(T, B)
+        return {"policy_logits": policy_logits, "baseline": baseline, "action": action}, agent_state
 
 
 def net_arguments(flags):
