@@ -52,7 +52,7 @@ from beast.learners.learner import Learner
 from beast.learners.replay import Replay
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
-from beast.processes import fork_server, machine, randomness
+from beast.processes import machine, randomness
 from beast.runs import diagnostics, evaluate
 from beast.runs.run import Run
 
@@ -651,12 +651,11 @@ def train(flags):
     )  # fmt: skip
 
     with Run(flags, learner) as run:
-        target_model = copy.deepcopy(model).to(device)
+        target_model = copy.deepcopy(model)
         buffers["exploration"].fill_(min(1, run.first_step / flags.epsilon_steps))
         buffers["policy_version"].fill_(weights.version)
         replay_feed.announce_refill(flags, run.first_step)
-        context = fork_server.start_fork_server()
-        actors = Actors(flags, context, act, (buffers, weights), run.first_step)
+        actors = Actors(flags, act, (buffers, weights), run.first_step)
         with run.threads(on_exit=[actors.close, feed.close]) as threads:
             arguments = flags, actors, buffers, learner, feed
             if flags.deterministic:

@@ -46,7 +46,6 @@ from beast.learners.learner import Learner, create_state, raise_squares
 from beast.nest import leaves_of, map_nest
 from beast.parser import fraction, non_negative, positive
 from beast.processes import randomness
-from beast.processes.fork_server import start_fork_server
 from beast.processes.machine import count_cores, keep_freed_memory
 from beast.runs import diagnostics, evaluate
 from beast.runs.run import Run
@@ -416,8 +415,8 @@ def train(flags):
         consensus = Consensus(memory.mailboxes, make_net(), memory.gradients, in_step)
         agents = Agents(
             flags, learner.stats.setdefault("games_of_agents", [[] for _ in in_peers]),
-            start_fork_server(), learn_alone, (rows | outputs, make_net, memory, port), in_step,
-            run.first_step, consensus.metrics,
+            learn_alone, (rows | outputs, make_net, memory, port), in_step, run.first_step,
+            consensus.metrics,
         )  # fmt: skip
         stack.enter_context(contextlib.closing(agents))
         learner.hold = functools.partial(agents.hold_and_copy, population, optimizer, memory)

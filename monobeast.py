@@ -44,7 +44,7 @@ from beast.learners import devices, learner_group, nets, rollout_replay
 from beast.learners.learner import Learner
 from beast.nest import map_nest
 from beast.parser import fraction, non_negative, positive
-from beast.processes import fork_server, machine, randomness
+from beast.processes import machine, randomness
 from beast.runs import diagnostics, evaluate
 from beast.runs.run import Run
 
@@ -394,8 +394,7 @@ def train(flags):
 
     with Run(flags, learner) as run:
         buffers["policy_version"].fill_(weights.version)
-        context = fork_server.start_fork_server()
-        actors = Actors(flags, context, act, (buffers, weights), run.first_step)
+        actors = Actors(flags, act, (buffers, weights), run.first_step)
         with run.threads(on_exit=[actors.close]) as threads:
             threads.start(
                 batch_and_learn, flags, learner, actors, buffers, replay, run,

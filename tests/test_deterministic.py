@@ -14,7 +14,6 @@ import gala
 import ppo
 import sac
 from beast.errors import FlagError
-from beast.processes import fork_server
 from beast.runs import checkpoint
 from beast.runs.run import LOG_UPDATES
 
@@ -113,9 +112,9 @@ class Begun(Exception):
 @pytest.mark.parametrize(
     ("program", "env", "function", "place"),
     [
-        (monobeast, "Catch", "Actors", 4),
-        (dqn, "CartPole-v1", "Actors", 4),
-        (gala, "CartPole-v1", "Agents", 6),
+        (monobeast, "Catch", "Actors", 3),
+        (dqn, "CartPole-v1", "Actors", 3),
+        (gala, "CartPole-v1", "Agents", 5),
         (ppo, "CartPole-v1", "draw_seeds", 2),
         (sac, "Pendulum-v1", "draw_seeds", 2),
     ],
@@ -135,8 +134,6 @@ def test_a_resumed_run_does_not_play_the_same_games_again(
         learner.stats["step"] = step
 
     monkeypatch.setattr(checkpoint, "resume", resume)
-    for module in (fork_server, gala):
-        monkeypatch.setattr(module, "start_fork_server", lambda: None)
     monkeypatch.setattr(program, function, begin)
     arguments = f"--env {env} --disable_cuda --seed 1 --xpid run --savedir {tmp_path}"
     with pytest.raises(Begun):

@@ -475,9 +475,10 @@ def test_each_agent_plays_games_of_its_own_and_new_ones(monkeypatch):
         seeds.append(args[3].seed)
 
     context = types.SimpleNamespace(Process=create_process)
+    monkeypatch.setattr("beast.gossip.agents.start_fork_server", lambda: context)
     for seed, first_step in ((1, 0), (2, 0), (1, 500)):  # the last one is a run that is resumed
         flags = parse(f"--num_agents 2 --seed {seed}")
-        Agents(flags, [[], []], context, None, (), False, first_step)
+        Agents(flags, [[], []], None, (), False, first_step)
     assert len({tuple(seed) for seed in seeds}) == len(seeds) == 6
     one, again, other = (learn_once(agent)[0]["frame"][0] for agent in (0, 0, 1))
     assert torch.equal(one, again) and not torch.equal(one, other)
@@ -490,9 +491,8 @@ def wait_for_the_end(flags, link):
 @pytest.mark.whole
 @pytest.mark.parametrize("in_step", [False, True])
 def test_agents_without_an_update_do_not_delay_the_end(in_step, caplog):
-    context = multiprocessing.get_context("forkserver")
     flags = parse("--num_agents 2 --seed 1")
-    agents = Agents(flags, [[], []], context, wait_for_the_end, (), in_step, 0)
+    agents = Agents(flags, [[], []], wait_for_the_end, (), in_step, 0)
     with contextlib.closing(agents):
         agents.finish()
         assert list(agents.updates()) == []

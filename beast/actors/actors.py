@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from beast.learners.learner_group import SEEDS_A_RANK
-from beast.processes.fork_server import child_main, kill_fork_server
+from beast.processes.fork_server import child_main, kill_fork_server, start_fork_server
 from beast.processes.supervisor import Supervisor
 from beast.processes.watchdog import PATIENCE
 
@@ -57,17 +57,16 @@ class Actors:
         actor may be silent for PATIENCE times as long; deterministic: each actor has buffers of
         its own, and gives as many to each batch, always the same ones to the same places;
         otherwise first come, first served.
-      context: as of start_fork_server.
       act: what an actor does, called in its process with flags, the actor's number, a seed (a list
         of ints), FreeBuffers, and `args`.
       first_step: of the run. A restarted actor, or one of a resumed run, must not play the same
         games again.
     """
 
-    def __init__(self, flags, context, act, args=(), first_step=0):
-        self._flags, self._context, self._act, self._args = flags, context, act, args
+    def __init__(self, flags, act, args=(), first_step=0):
+        self._context = start_fork_server()
+        self._flags, self._act, self._args = flags, act, args
         self._first_step = first_step
-        self._envs_per_actor = flags.envs_per_actor
         num_actors = flags.num_actors
         # time.monotonic() at which each actor last did something other than wait for buffers.
         shared = torch.zeros(num_actors, dtype=torch.float64).share_memory_()
@@ -169,10 +168,10 @@ class Actors:
     def _hand_out(self):  # caller holds the condition
         for actor in list(self._waiting):
             free = self._free[actor % self._num_queues]
-            if len(free) < self._envs_per_actor or self._closed:
+            if len(free) < self._flags.envs_per_actor or self._closed:
                 continue
             self._end_wait(actor)
-            self._held[actor] = [free.popleft() for _ in range(self._envs_per_actor)]
+            self._held[actor] = [free.popleft() for _ in range(self._flags.envs_per_actor)]
             try:
                 self._supervisor.children[actor].pipe.send(self._held[actor])
             except OSError:

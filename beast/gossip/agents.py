@@ -19,7 +19,7 @@ import torch.distributed as dist
 from beast.errors import EnvError
 from beast.learners.learner import Batch
 from beast.nest import map_nest
-from beast.processes.fork_server import child_main
+from beast.processes.fork_server import child_main, start_fork_server
 from beast.processes.supervisor import Supervisor
 from beast.processes.watchdog import PATIENCE, Lookout
 from beast.runs.diagnostics import is_finite
@@ -106,7 +106,6 @@ class Agents:
     Args:
       flags: num_agents, seed, stall_timeout_s.
       game_returns: for each agent a list of the returns of its last 100 games; updated in place.
-      context: as of start_fork_server.
       learn_alone: what an agent does, called in its process with flags, an AgentLink and `args`.
       in_step: whether agents wait for each other in each update, with --exchange allreduce as with
         --deterministic. Then all are held after the same one, and the death of one ends the run.
@@ -115,11 +114,9 @@ class Agents:
       measure: called at each tick; returns more metrics, numbers by name.
     """
 
-    def __init__(
-        self, flags, game_returns, context, learn_alone, args, in_step, first_step, measure=dict
-    ):
-        self._flags, self._game_returns = flags, game_returns
-        self._context, self._first_step = context, first_step
+    def __init__(self, flags, game_returns, learn_alone, args, in_step, first_step, measure=dict):
+        self._context = start_fork_server()
+        self._flags, self._game_returns, self._first_step = flags, game_returns, first_step
         self._learn_alone, self._args, self._measure = learn_alone, args, measure
         self._in_step = in_step
         n = flags.num_agents

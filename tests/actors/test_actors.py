@@ -45,13 +45,13 @@ def play(flags, actor, seed, free_buffers, seeds, marker):
 class Rig:
     """Actors that play nothing, and all processes that they ever were."""
 
-    def __init__(self, context, marker, **overrides):
+    def __init__(self, marker, **overrides):
         flags = {"num_actors": 1, "envs_per_actor": 2, "num_buffers": 6, "seed": 7, "fails": None}
         flags |= {"stall_timeout_s": 60, "deterministic": False, "rank": 0}
         self.flags = argparse.Namespace(**flags | overrides)
         self.seeds = torch.zeros(self.flags.num_buffers, 4, dtype=torch.int64).share_memory_()
         self.marker = marker
-        self.actors = Actors(self.flags, context, play, (self.seeds, str(marker)), first_step=500)
+        self.actors = Actors(self.flags, play, (self.seeds, str(marker)), first_step=500)
 
     @property
     def num_restarts(self):
@@ -95,9 +95,10 @@ class Rig:
 def make_rig(monkeypatch, tmp_path):
     monkeypatch.setattr(actors, "PAUSES", (0,))
     context, rigs = multiprocessing.get_context("forkserver"), []
+    monkeypatch.setattr(actors, "start_fork_server", lambda: context)
 
     def make(**overrides):
-        rigs.append(Rig(context, tmp_path / "marker", **overrides))
+        rigs.append(Rig(tmp_path / "marker", **overrides))
         return rigs[-1]
 
     yield make

@@ -267,11 +267,12 @@ def test_actors_of_ranks_play_with_seeds_of_their_own(monkeypatch):
         def start(self):
             pass
 
+    monkeypatch.setattr(actors, "start_fork_server", lambda: SimpleNamespace(Process=Process))
     arguments = "--num_actors 4 --envs_per_actor 1 --num_buffers 8 --seed 7"
     for number in range(3):
         flags = monobeast.parser.parse_args(arguments.split())
         flags.rank = number
-        system = actors.Actors(flags, SimpleNamespace(Process=Process), None)
+        system = actors.Actors(flags, None)
         for actor in range(4):
             system._create_process(actor, num_deaths=0, pipe=None)
     assert found[:4] == [(7, 1, 0, 0), (7, 2, 0, 0), (7, 3, 0, 0), (7, 4, 0, 0)]
