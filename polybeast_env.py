@@ -76,7 +76,7 @@ def create_env(flags):
     return gym_envs.create(flags)
 
 
-def run_server(flags, address, seed, started, stop_signals, busy_since):
+def run_server(flags, address, seed, started, busy_since):
     """Run a server in this process until it is stopped.
 
     Args:
@@ -86,7 +86,6 @@ def run_server(flags, address, seed, started, stop_signals, busy_since):
         is its number.
       started: called with the address once learners can connect; with that of the learner that has
         accepted us first.
-      stop_signals: signals that end it.
       busy_since: as of libtorchbeast.Server.
     """
     from libtorchbeast import Dialer, Server  # the only use of gRPC, which may not be forked
@@ -109,8 +108,7 @@ def run_server(flags, address, seed, started, stop_signals, busy_since):
         server = Dialer(None, expand_addresses(flags.learner), first, **options)
     else:
         server = Server(None, address, insecure=flags.insecure, **options)
-    for number in stop_signals:
-        signal.signal(number, lambda *_: server.stop())
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
     server.run(started)
 
 

@@ -105,7 +105,7 @@ def server_main(run_server, flags, address, seed, pipe, busy_since):
     start_logging()
     status = 1
     try:
-        run_server(flags, address, seed, started, [signal.SIGTERM], busy_since)
+        run_server(flags, address, seed, started, busy_since)
         status = 0
     except (ValueError, RuntimeError, ImportError, OSError) as error:
         send("error", str(error) or type(error).__name__, format_cause(error))

@@ -237,7 +237,7 @@ def test_sigusr1_prints_all_stacks_and_the_run_goes_on(tmp_path):
         goes_on(program, tmp_path / "run")
 
 
-def serve(flags, address, seed, started, stop_signals, busy_since):
+def serve(flags, address, seed, started, busy_since):
     started(address)
     threading.Event().wait()
 
