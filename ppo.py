@@ -464,7 +464,7 @@ def resolve(flags, action_space, frames_per_step=1):
                 f"--{name} {value} is for --penalty {penalty}, but this is {flags.penalty}: give "
                 f"another --penalty, or --{name} {default}"
             )
-    check_groups(flags)
+    check_groups(flags, flags.num_groups)
     most = flags.num_envs * (1 if flags.use_gru else flags.unroll_length)
     if num_minibatches is None:  # a resumed run chooses again
         flags.num_minibatches = min(flags.num_minibatches, most)

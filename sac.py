@@ -346,7 +346,7 @@ def play(flags, model, environments, feed, num_random):
     """
     device, num_steps, row = next(model.parameters()).device, 0, environments.initial()
     while row is not None:
-        before = {name: map_nest(np.array, row[name]) for name in REPLAY_KEYS}
+        before = map_nest(np.array, row)
         if num_steps < num_random:
             action = np.random.uniform(-1, 1, before["last_action"].shape).astype(np.float32)
         else:
@@ -357,10 +357,7 @@ def play(flags, model, environments, feed, num_random):
         yield num_steps
         row = environments.receive()
         for i in range(flags.num_envs if row else 0):
-            rollout = {name: map_nest(lambda x, i=i: x[[i, i]], row[name]) for name in row}
-            map_nest(
-                lambda x, y, i=i: x.__setitem__(0, y[i]), {n: rollout[n] for n in before}, before
-            )
+            rollout = map_nest(lambda x, y, i=i: np.array([x[i], y[i]]), before, row)
             feed.append(i, rollout, (), is_first=num_steps == 0, version=None, actor=i)
         num_steps += flags.num_envs
 
@@ -430,7 +427,6 @@ def resolve(flags, action_space, frames_per_step=1):
                 f"{default:g}"
             )
     replay_feed.check_learning_starts(flags)
-    flags.num_groups = 1
     check_groups(flags)
     return flags
 
@@ -458,8 +454,8 @@ def train(flags):
         # A resumed run must not play the same games again.
         seeds = draw_seeds([flags.seed, 1, run.first_step], flags.num_envs)
         environments = stack.enter_context(contextlib.closing(EnvironmentGroups(
-            functools.partial(create_env, flags), seeds, flags.num_groups,
-            flags.num_env_processes, flags.stall_timeout_s,
+            functools.partial(create_env, flags), seeds, 1, flags.num_env_processes,
+            flags.stall_timeout_s,
         )))  # fmt: skip
         with run.threads(on_exit=[environments.wake]) as threads:
             arguments = flags, learner, target_model, environments.groups[0], feed, run

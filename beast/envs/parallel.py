@@ -208,14 +208,14 @@ def step_environments(pipe, create_env, seeds, name, row, actions):
             pipe.send(("row", None))
 
 
-def check_groups(flags):
+def check_groups(flags, num_groups=1):
     """Refuse groups or processes that do not fit --num_envs; choose the latter if not given."""
-    if flags.num_envs % flags.num_groups:
+    if flags.num_envs % num_groups:
         raise FlagError(
-            f"--num_envs is {flags.num_envs}, which --num_groups {flags.num_groups} does not "
+            f"--num_envs is {flags.num_envs}, which --num_groups {num_groups} does not "
             "divide: give another number of either"
         )
-    n = flags.num_envs // flags.num_groups
+    n = flags.num_envs // num_groups
     if flags.num_env_processes is None:
         flags.num_env_processes = min(count_cores(), n)
         flags.chosen = [*flags.chosen, "num_env_processes"]
