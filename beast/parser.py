@@ -136,19 +136,6 @@ def non_negative(kind):
     return _checked(kind, lambda value: 0 <= value < float("inf"), "must not be negative")
 
 
-def finite(text):
-    """A type: a finite float."""
-    return _checked(float, math.isfinite, "must be finite")(text)
-
-
-def fraction(text):
-    """A type: a float from 0 to 1."""
-    return _checked(float, lambda value: 0 <= value <= 1, "must be from 0 to 1")(text)
-
-
-finite.kind = fraction.kind = float  # an attribute of the types that _checked makes, too
-
-
 def folder_name(text):
     """A type: the name of one folder."""
     if not text.isprintable() or "/" in text or text.strip() in ("", ".", ".."):
@@ -178,6 +165,10 @@ def _checked(kind, is_valid, rule):
     parse.kind = kind
     parse.__name__ = kind.__name__  # for the message where `kind` refuses the text
     return parse
+
+
+finite = _checked(float, math.isfinite, "must be finite")
+fraction = _checked(float, lambda value: 0 <= value <= 1, "must be from 0 to 1")
 
 
 def value_of(name, arguments):

@@ -6,7 +6,9 @@ from torch import nn
 
 
 class Normalizer(nn.Module):
-    """Shifts and scales inputs to mean 0 and standard deviation 1, those of what `update` got.
+    """Shifts and scales inputs to mean 0 and standard deviation 1, and clips them to [-5, 5].
+
+    Mean and deviation are those of what `update` got.
 
     1e-4 is added to variances, so results' deviation is 0.7 where that of inputs is 0.01, and 0.1
     where it is 0.001.
@@ -16,12 +18,10 @@ class Normalizer(nn.Module):
 
     Args:
       size: of the last dimension of inputs.
-      limit: results are clipped to [-limit, limit].
     """
 
-    def __init__(self, size, limit=5.0):
+    def __init__(self, size):
         super().__init__()
-        self._limit = limit
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("square_sum", torch.zeros(size, dtype=torch.float64))
@@ -47,7 +47,7 @@ class Normalizer(nn.Module):
     def forward(self, x):
         """Return [..., size], normalized."""
         x = (x - self.mean.to(x.dtype)) / self.std().to(x.dtype)
-        return x.clamp(-self._limit, self._limit)
+        return x.clamp(-5, 5)
 
 
 class RewardScaler(nn.Module):
@@ -56,15 +56,14 @@ class RewardScaler(nn.Module):
     In double precision, since sums of large rewards may overflow float32.
     """
 
-    def __init__(self, limit=10.0):
+    def __init__(self):
         super().__init__()
-        self._limit = limit
         self.returns = Normalizer(1)
         self._return = torch.zeros(())  # of each environment so far, from one call to the next
 
     @torch.no_grad()
     def forward(self, rewards, done, mask, discounting):
-        """Count a rollout and return its rewards, scaled and clipped.
+        """Count a rollout and return its rewards, scaled and clipped to [-10, 10].
 
         Args:
           rewards, done: [T, N], of the row that each transition enters.
@@ -79,4 +78,4 @@ class RewardScaler(nn.Module):
             current = torch.where(ends, 0, returns[-1])
         self._return = current
         self.returns.update(torch.stack(returns)[mask].unsqueeze(1))
-        return (x / self.returns.std()).clamp(-self._limit, self._limit).to(rewards.dtype)
+        return (x / self.returns.std()).clamp(-10, 10).to(rewards.dtype)

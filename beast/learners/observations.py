@@ -147,7 +147,7 @@ class Observations(nn.Module):
         return self.one_hot(tuple(_get(frame, path) for path in self._paths))
 
     def mask(self, logits, frame):
-        """Return logits [N, A], or values, in which those of forbidden actions are FORBIDDEN.
+        """Return logits [..., A], or values, in which those of forbidden actions are FORBIDDEN.
 
         An observation that forbids all actions forbids none.
         """
@@ -191,12 +191,6 @@ def _get(nest, path):
     return nest
 
 
-def flatten(frame):
-    """Return a nest of [N, ...] as floats [N, numbers]; integers as float64, which is exact."""
-    parts = [x if x.is_floating_point() else x.double() for x in leaves_of(frame)]
-    return torch.cat([x.reshape(len(x), math.prod(x.shape[1:])) for x in parts], dim=1)
-
-
 class OneHot(nn.Module):
     """Turns observations into vectors, in which Discrete and MultiDiscrete ones are one-hot.
 
@@ -226,8 +220,10 @@ class OneHot(nn.Module):
         self._has_scales = bool((scales != 1).any())
 
     def forward(self, frame):
-        """Return floats [N, size] of a nest of [N, ...], or of what `flatten` has made of one."""
-        x = flatten(frame)
+        """Return floats [N, size] of a nest of [N, ...]."""
+        # Integers as float64, which is exact.
+        parts = [x if x.is_floating_point() else x.double() for x in leaves_of(frame)]
+        x = torch.cat([x.reshape(len(x), math.prod(x.shape[1:])) for x in parts], dim=1)
         if self._has_choices:
             x = x[:, self.columns]
             x = torch.where(self.is_choice, (x == self.values).to(x.dtype), x)

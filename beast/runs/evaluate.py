@@ -96,7 +96,6 @@ def test(flags, create_env, net_class, describe=None):
     """
     if flags.end_with_stdin:
         exit_with_parent(sys.stdin.fileno())
-    check_flags(flags)
     saved = checkpoint.load(flags, BEST if flags.best else NEWEST)
     torch.set_num_threads(1)  # more do not help batches as small as these
     num_envs = min(flags.num_test_envs, flags.num_episodes)
