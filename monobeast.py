@@ -171,11 +171,14 @@ class Net(nn.Module):
         if self.training:
             # By Gumbel's trick: multinomial would fail on a NaN, which the learner is to report.
             noise = torch.empty_like(policy_logits).exponential_().log()
-            action = (policy_logits - noise).argmax(dim=2)
+            action = (policy_logits - noise).argmax(dim=-1)
         else:
-            action = policy_logits.argmax(dim=2)
-        baseline = self.baseline(x).view(T, B)
-        return {"policy_logits": policy_logits, "baseline": baseline, "action": action}, agent_state
+            action = policy_logits.argmax(dim=-1)
+        return {
+            "policy_logits": policy_logits,
+            "baseline": self.baseline(x).view(T, B),
+            "action": action,
+        }, agent_state
 
 
 def net_arguments(flags):
