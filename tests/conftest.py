@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 
 # Tensors here are tiny, and programs under test, several at once, would have one another's threads
 # wait for a core, spinning. Read once, when torch is imported.
@@ -42,6 +43,14 @@ def temporary_folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.getbasetemp()))
         yield
+
+
+@pytest.fixture(autouse=True)
+def algorithms_of_any_kind():
+    """A run with --deterministic leaves PyTorch so."""
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from deadline import Thread
-from program import HELPERS, ROOT, Program, column, last_step, load, read_rows, run
+from program import HELPERS, ROOT, Program, column, last_step, load, read_rows, split_words
 
 import dqn
 from beast.actors import rollout_buffers
@@ -611,12 +611,13 @@ def test_only_stacks_of_games_are_taken_apart(monkeypatch, tmp_path):
 
 def train(folder, name, *arguments):
     where = ("--xpid", name, "--savedir", folder)
-    run(SCRIPT, "dqn", "--env CartPole-v1", SMALL, *arguments, *where)
+    assert dqn.main(split_words(["--env CartPole-v1", SMALL, *arguments, *where])) == 0
     return read_rows(folder / name), load(folder / name / "model.tar")["model_state_dict"]
 
 
 @pytest.mark.whole
-def test_deterministic_runs_are_the_same_and_resume(tmp_path):
+def test_deterministic_runs_are_the_same_and_resume(tmp_path, caplog, capsys):
+    caplog.set_level("INFO")
     arguments = "--deterministic --seed 3 --unroll_length 10 --batch_size 8 --total_steps 1500"
     arguments += " --use_lstm --burn_in 10 --sequence_length 20"
     outcomes = [train(tmp_path, name, arguments) for name in ("one", "two")]
@@ -624,13 +625,12 @@ def test_deterministic_runs_are_the_same_and_resume(tmp_path):
     assert all(torch.equal(weights[name], others[name]) for name in weights)
     assert last_step(tmp_path / "one") >= 1500 and float(rows[-1]["policy_lag_max"]) <= 1
     assert column(rows, "replay_ratio")[-1] == pytest.approx(2, rel=0.1)
-    output = run(
-        SCRIPT, "dqn", "--xpid one --total_steps 2000 --savedir", tmp_path
-    )  # with all other flags of before
-    assert "The replay is filled anew" in output
+    where = "--xpid one --savedir", tmp_path
+    assert dqn.main(split_words(["--total_steps 2000", *where])) == 0  # other flags as before
+    assert "The replay is filled anew" in caplog.text
     assert last_step(tmp_path / "one") >= 2000
-    output = run(SCRIPT, "dqn", "--mode test --num_episodes 2 --xpid one --savedir", tmp_path)
-    assert "2 games: mean return" in output
+    assert dqn.main(split_words(["--mode test --num_episodes 2", *where])) == 0
+    assert "2 games: mean return" in capsys.readouterr().out
 
 
 @pytest.mark.whole

@@ -88,10 +88,12 @@ def test_a_diff_applies_and_leaves_tidy_code_that_learns(apply, load, monkeypatc
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    ("example", "env"),
-    [("multi_discrete", "dials:Dials-v0"), ("gaussian", "MountainCarContinuous-v0")],
+    ("program", "example", "env"),
+    [
+        ("monobeast", "gaussian", "MountainCarContinuous-v0"),
+        ("polybeast", "multi_discrete", "dials:Dials-v0"),
+    ],
 )
-@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_with_other_actions_trains(apply, monkeypatch, program, example, env):
     fork = apply(EXAMPLES[f"{example}_{program}"])
     monkeypatch.setenv("PYTHONPATH", str(fork / "examples"))

@@ -677,7 +677,7 @@ def test_allreduce_waits_for_agents_and_is_resumed_and_played(disturbed, gossipe
 
 
 @pytest.mark.whole
-def test_agents_go_on_with_what_each_of_them_had_learned(tmp_path, in_step):
+def test_agents_go_on_with_what_each_of_them_had_learned(tmp_path):
     def states():
         saved = load(tmp_path / "run" / "model.tar")["optimizer_state_dict"]["state"]
         return [saved[i]["square_avg"] for i in sorted(saved)]
@@ -694,7 +694,7 @@ def test_agents_go_on_with_what_each_of_them_had_learned(tmp_path, in_step):
     step = last_step(tmp_path / "run")
     # In step, so that no agent makes more updates than others: two to come to the end, two ahead.
     options = f"--exchange none --total_steps {step + 100} --learning_rate 1e-12"
-    train(tmp_path, options, in_step)
+    train(tmp_path, options, "--deterministic")
     assert last_step(tmp_path / "run") >= step + 100 and not equal(agents[0], agents[1])
     for before, after in zip(agents, agents_of(tmp_path), strict=True):
         for name, weight in before.items():
@@ -707,22 +707,15 @@ def test_agents_go_on_with_what_each_of_them_had_learned(tmp_path, in_step):
         assert (after >= 0.9 * before).all() and not torch.equal(before, after)
 
 
-@pytest.fixture
-def in_step():
-    """Return --deterministic, which PyTorch remembers in this process."""
-    yield "--deterministic"
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.whole
-def test_runs_in_step_are_the_same(tmp_path, in_step):
+def test_runs_in_step_are_the_same(tmp_path):
     for delay, total in ((1, 1000), (0, 3000)):  # the second one resumes the first
         found = []
         for name in ("one", "other"):
             folder = tmp_path / name / "run"
             count = len(read_rows(folder))
             options = f"--message_delay {delay} --seed 7 --total_steps {total}"
-            train(tmp_path / name, options, in_step)
+            train(tmp_path / name, options, "--deterministic")
             found.append((agents_of(tmp_path / name), last_step(folder)))
             rows = read_rows(folder)[count:]
             apart = [(float(r["consensus_distance"]), float(r["consensus_bound"])) for r in rows]

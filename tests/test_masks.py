@@ -154,9 +154,13 @@ gym.register("PickyDict-v0", Picky, kwargs={"in_info": False})
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("program", "env"),
-    [("monobeast", "Picky-v0"), ("polybeast", "PickyDict-v0"), ("ppo", "Picky-v0"),
-     ("gala", "PickyDict-v0"), ("dqn", "Picky-v0")],
-)  # fmt: skip
+    [
+        ("monobeast", "Picky-v0"),
+        ("polybeast", "PickyDict-v0"),
+        ("ppo", "Picky-v0"),
+        ("dqn", "Picky-v0"),
+    ],
+)
 def test_programs_obey_masks(tmp_path, monkeypatch, program, env):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests'}:{ROOT / 'tests/helpers'}")
     arguments = f"--env test_masks:{env} --xpid run --savedir {tmp_path}"
@@ -164,7 +168,6 @@ def test_programs_obey_masks(tmp_path, monkeypatch, program, env):
         "monobeast": "--num_actors 1 --envs_per_actor 2 --batch_size 2 --total_steps 800",
         "polybeast": "--num_servers 1 --envs_per_stream 2 --batch_size 2 --total_steps 800",
         "ppo": "--num_envs 2 --unroll_length 32 --total_steps 256 --num_env_processes 1",
-        "gala": "--num_agents 2 --total_steps 400",
         "dqn": "--num_actors 1 --envs_per_actor 2 --learning_starts 100 --total_steps 800",
     }[program]
     output = run(ROOT / f"{program}.py", arguments, small)

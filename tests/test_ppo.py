@@ -5,7 +5,6 @@ import contextlib
 import functools
 import math
 import os
-import pathlib
 import signal
 import warnings
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from catch_env import Mixed
-from program import ROOT, Program, last_step, load, read_meta, read_rows, run
+from program import ROOT, Program, last_step, load, read_meta, read_rows, run, split_words
 from table import N, T, Table, make_rows
 
 import gala
@@ -658,8 +657,7 @@ def test_a_group_is_answered_while_the_others_step(num_groups):
 
 def train(folder, env, *arguments):
     where = f"--env {env} --disable_cuda --xpid run --savedir {folder} --seed 3"
-    output = run(SCRIPT, where, *arguments)
-    return output
+    assert ppo.main(split_words([where, *arguments])) == 0
 
 
 @pytest.mark.whole
@@ -696,6 +694,7 @@ def test_the_program_trains_resumes_evaluates_and_plays(tmp_path):
         program.wait_until(lambda: any(r.get("eval_return_mean") for r in read_rows(folder)))
         os.kill(program.pid, signal.SIGINT)
         output = program.finish(130)
+    assert load(folder / "model.tar")["step"] == last_step(folder)
     assert f"Resuming {folder} at step {step:,}" in output
     assert read_meta(folder)["flags"]["continuous"] is True
     after = load(folder / "model.tar")["model_state_dict"]
@@ -736,27 +735,6 @@ def test_environments_are_made_by_their_names(program, env):
     assert len(row["frame"]) == 3 and row["frame"].any()
     # MinAtar's are registered once, not for each environment.
     assert not [warning for warning in caught if "Overriding" in str(warning.message)]
-
-
-@pytest.mark.whole
-def test_a_killed_process_is_replaced_and_sigterm_saves(tmp_path):
-    arguments = f"--env CartPole-v1 --disable_cuda --xpid run --savedir {tmp_path}"
-    arguments += " --total_steps 100_000_000 --num_env_processes 2 --checkpoint_interval_s 1"
-    with Program(SCRIPT, arguments) as program:
-        folder = tmp_path / "run"
-        program.wait_until(lambda: last_step(folder) > 2000)
-        children = pathlib.Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text()
-        assert children
-        workers = [
-            pid for pid in program.members("forkserver") if pid not in map(int, children.split())
-        ]
-        os.kill(workers[0], signal.SIGKILL)
-        program.wait_until(lambda: "is replaced" in program.output)
-        step = last_step(folder)
-        program.wait_until(lambda: last_step(folder) > step + 2000)
-        os.kill(program.pid, signal.SIGTERM)
-        program.finish(128 + signal.SIGTERM)
-    assert load(folder / "model.tar")["step"] == last_step(folder)
 
 
 def test_nests_are_learned_from_and_evaluations_leave_moments():

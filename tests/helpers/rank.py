@@ -28,7 +28,6 @@ from torch import nn
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 
-import catch
 import catch_poly
 from batches import SPACE, A, make_batch
 from catch import MonoNet
@@ -119,23 +118,9 @@ def learn(program, name, num_ranks, group=ALONE):
 
 
 def differ(program, what):
-    """Give this rank another commit, net, optimizer or environment than the others have."""
+    """Give this rank another commit than the others have, or an environment that is late."""
     if what == "commit":
         torchrun.describe_code = lambda: "0123abc"
-    elif what == "net":
-
-        class Net(program.Net):
-            def __init__(self, *args, **kwargs):
-                super().__init__(*args, **kwargs)
-                self.more = nn.Linear(2, 2)
-
-        program.Net = Net
-    elif what == "environment":
-        program.create_env = lambda flags: catch.Catch(rows=12)
-    elif what == "optimizer":
-        create = program.create_optimizer
-        adam = torch.optim.Adam
-        program.create_optimizer = lambda *a: (adam(a[1].parameters()), create(*a)[1])
     else:
 
         def create_env(flags):
@@ -196,7 +181,7 @@ def main():
         of_rank_1 = [a.removeprefix("OTHER:") for a in arguments if a.startswith("OTHER:")]
         sys.argv[1:] = [a for a in arguments if not a.startswith("OTHER:")]
         for argument in of_rank_1 if os.environ["RANK"] == "1" else []:
-            if argument in ("commit", "net", "optimizer", "environment", "late"):
+            if argument in ("commit", "late"):
                 differ(program, argument)
             else:
                 sys.argv.append(argument)

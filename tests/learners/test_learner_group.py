@@ -15,6 +15,7 @@ import torch
 from launcher import Torchrun, train
 from program import last_step, load, wait_until
 
+import gala
 import monobeast
 import polybeast
 from beast.actors import actors
@@ -24,6 +25,7 @@ from beast.learners import learner_group
 from beast.learners.exchange import Exchange, describe_net, refuse_difference
 from beast.learners.learner import Learner
 from beast.learners.learner_group import LearnerGroup
+from beast.learners.nets import create_net
 from beast.runs import checkpoint
 from beast.runs.run import Run
 from beast.servers import servers, streams
@@ -117,6 +119,16 @@ def group(tmp_path):
 
 def share(group, model):
     group.share_state(SimpleNamespace(model=model, optimizer_name="", state=model.state_dict))
+
+
+def test_ranks_compare_environment_net_and_optimizer(group, monkeypatch):
+    compared, space = {}, gym.spaces.Box(-1, 1, (4,))
+    monkeypatch.setattr(group, "check_same", lambda what, value: compared.update({what: value}))
+    monkeypatch.setattr(learner_group, "_current", group)
+    net, _ = create_net(gala.Net, space, gym.spaces.Discrete(2))
+    share(group, net)
+    expected = {"environment": f"{space}, Discrete(2)", "net": describe_net(net), "optimizer": ""}
+    assert compared == expected
 
 
 def test_a_forward_pass_that_changes_a_buffer_is_refused(group):

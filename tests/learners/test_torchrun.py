@@ -213,9 +213,6 @@ def test_programs_for_one_learner_refuse_several_at_once(program, monkeypatch, t
     [
         ("--learning_rate=0.5", "rank 1 has {'learning_rate': 0.5}, rank 0 {'"),
         ("commit", "the same commit: rank 1 has 0123abc, rank 0 "),
-        ("environment", "the same environment: rank 1 has Box("),
-        ("optimizer", "the same optimizer: rank 1 has Adam, rank 0 RMSprop"),
-        ("net", "the same net: rank 1 has {'more.weight': 'torch.float32 [2, 2]', 'more.bias'"),
     ],
 )
 def test_a_rank_that_differs_is_refused_with_both_values(tmp_path, other, message):
@@ -224,7 +221,7 @@ def test_a_rank_that_differs_is_refused_with_both_values(tmp_path, other, messag
         process.wait_for_members()
     assert status != 0 and message in output
     assert not (tmp_path / "run" / "model.tar").exists()
-    assert other == "optimizer" or not (tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.whole
@@ -234,7 +231,7 @@ def test_a_rank_that_differs_is_refused_with_both_values(tmp_path, other, messag
         ("SIGTERM", 0, 0, ""),  # which waits for the other one
         pytest.param("SIGTERM", 1, 0, "", marks=pytest.mark.long),
         ("torchrun SIGTERM", None, 1, ""),
-        ("SIGKILL", 1, 1, "Signal 9 (SIGKILL)"),
+        pytest.param("SIGKILL", 1, 1, "Signal 9 (SIGKILL)", marks=pytest.mark.long),
         pytest.param(
             *("SIGSTOP", 1, 1, "another learner has ended, or has not answered for 20 s: see"),
             marks=pytest.mark.long,
