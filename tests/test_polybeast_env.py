@@ -179,7 +179,7 @@ def test_a_server_that_hangs_ends_with_its_program(is_learners, tmp_path):
 
 @pytest.mark.whole
 def test_an_environment_that_hangs_before_it_is_served_is_told(tmp_path):
-    arguments = f"--env Failing-reset@{tmp_path}/marker --num_servers 1 --stall_timeout_s 0.5"
+    arguments = f"--env Failing-reset@{tmp_path}/marker --num_servers 1 --stall_timeout_s 1.5"
     output = run(CATCH, arguments, f"--server_address unix:{tmp_path}/socket", status=1)
     assert "prints its stack" in output and "in reset" in output, output
     assert re.search("(?m)^polybeast_env.py: the server of unix:.* died: .*silent for", output)

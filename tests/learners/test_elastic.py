@@ -15,7 +15,7 @@ import pytest
 import torch
 from deadline import Thread
 from files import fill
-from program import HELPERS, ROOT, Program, last_step, load, read_meta, run
+from program import HELPERS, ROOT, Program, last_step, load, read_meta
 from small_run import create_learner, create_parser, parse, save, update
 
 from beast.errors import EnvError, FlagError
@@ -40,7 +40,8 @@ CATCH = "--env Catch --disable_cuda --num_actors 1 --envs_per_actor 4 --batch_si
 def test_learners_stay_one_policy_whoever_is_killed(options):
     pytest.importorskip("torchft")
     # It sees for itself that everything is as it should be.
-    output = run(ROOT / "campaigns" / "elastic.py", "--seed 1", options)
+    with Program(ROOT / "campaigns" / "elastic.py", "--seed 1", options) as campaign:
+        output = campaign.finish(seconds=380)
     assert "| failures | 0 |" in output, output
 
 

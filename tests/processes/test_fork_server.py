@@ -53,7 +53,7 @@ def test_a_child_with_edited_code_is_told(tmp_path, action):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     result = subprocess.run(
-        [sys.executable, str(path), action], capture_output=True, text=True, timeout=60,
+        [sys.executable, str(path), action], capture_output=True, text=True, timeout=200,
         env={"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     first, *warnings, second = result.stdout.splitlines()

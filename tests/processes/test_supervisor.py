@@ -131,12 +131,12 @@ def test_starts_that_fail_are_deaths_too(supervise, monkeypatch, caplog):
 def test_a_pause_comes_before_a_restart(supervise, caplog):
     one = supervise(pauses=(0, 1))
     kill(one, 0)
+    begin = time.monotonic()
     kill(one, 0)
     assert "Child 0 died and is replaced in 1 s" in caplog.text
     assert one.children[0].process is None
-    begin = time.monotonic()
     wait_until(lambda: list(one.news(0.1)) or one.children[0].process)
-    assert time.monotonic() > begin + 0.5
+    assert time.monotonic() > begin + 1
 
 
 @pytest.mark.whole

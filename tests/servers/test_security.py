@@ -361,6 +361,7 @@ def test_hostile_streams_neither_crash_nor_disturb(target, num_streams, monkeypa
 
     monkeypatch.setattr(hostile, "settle", settle)
     monkeypatch.setattr(hostile.Environments, "interval", 3)
+    monkeypatch.setattr(hostile.Peer, "interval", 3)
     words = ["hostile.py", "--target", target, "--streams", str(num_streams)]  # two of each kind
     monkeypatch.setattr(sys, "argv", words)
     assert hostile.main() == 0, capfd.readouterr()
