@@ -177,6 +177,11 @@ def test_a_server_that_hangs_ends_with_its_program(is_learners, tmp_path):
             player.result()
 
 
+def test_create_env_may_read_the_mode_as_in_programs_that_test():
+    flags = server_processes.parse_flags(polybeast_env.parser, ["--learner_flags", '{"mode": 1}'])
+    assert flags.mode == "train"
+
+
 @pytest.mark.whole
 def test_an_environment_that_hangs_before_it_is_served_is_told(tmp_path):
     arguments = f"--env Failing-reset@{tmp_path}/marker --num_servers 1 --stall_timeout_s 1.5"

@@ -3,6 +3,7 @@
 
 import difflib
 import importlib
+import logging
 
 import gymnasium as gym
 
@@ -16,10 +17,21 @@ def is_game(env_id):
     try:
         name = _register(env_id)
     except ModuleNotFoundError:
-        if env_id.startswith("ALE/") or "NoFrameskip" in env_id:
+        if _has_name_of_game(env_id):
             raise FlagError(f"{env_id} needs a package: pip install ale-py") from None
         return False
     return is_spec_of_game(gym.registry.get(name))
+
+
+def _has_name_of_game(env_id):
+    return env_id.startswith("ALE/") or "NoFrameskip" in env_id
+
+
+def warn_of_name(env_id, env):
+    """Warn where a create_env of one's own goes by the name of a game: results would be its."""
+    spec = getattr(getattr(env, "unwrapped", None), "spec", None)
+    if _has_name_of_game(env_id or "") and not is_spec_of_game(spec):
+        logging.warning("--env is %s, but create_env made %s: give its name by --env", env_id, env)
 
 
 def is_spec_of_game(spec):

@@ -9,6 +9,7 @@ import re
 import gymnasium as gym
 import numpy as np
 
+from beast.envs import atari_games
 from beast.envs.ale_vector import AtariEnvironments
 from beast.envs.envpool_envs import EnvPoolEnvironments
 from beast.envs.spaces import (
@@ -80,6 +81,8 @@ def sample_environment(flags, create_env):
     sample = create_environments(flags, create_env, 1, [flags.seed, 0], "the environment")
     with contextlib.closing(sample):
         try_out(sample, flags)
+        if flags.env_backend == "gym":
+            atari_games.warn_of_name(flags.env, sample.envs[0])
     return sample
 
 

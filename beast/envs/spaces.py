@@ -3,6 +3,7 @@
 
 import json
 import math
+import types
 
 import gymnasium as gym
 import numpy as np
@@ -24,6 +25,8 @@ def _check_package(space, name):
                 "import gymnasium in place of the old package gym, or wrap the environment by the "
                 "package shimmy"
             )
+        elif isinstance(space, types.MethodType):  # as of PettingZoo's ParallelEnv
+            advice = "an environment of several players needs a wrapper that is a gymnasium.Env"
         raise EnvError(
             f"the {name} is {space}, a {module}.{type(space).__qualname__} and no space of "
             f"gymnasium: {advice}"

@@ -53,6 +53,11 @@ class Learner:
     """
 
     def __init__(self, model, optimizer, decay, weights, num_threads=1):
+        if not callable(decay):
+            raise FlagError(
+                f"create_optimizer has returned a {type(decay).__name__} as schedule: return a "
+                "function from agent steps to a factor of the learning rate"
+            )
         _check_parameters(model, leaves_of(optimizer))
         self.lock, self.hold = threading.RLock(), contextlib.nullcontext
         self.model, self.optimizer, self.weights = model, optimizer, weights

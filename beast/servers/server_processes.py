@@ -40,7 +40,7 @@ GRACE = 5  # seconds in which servers end by themselves
 
 def add_flags(parser):
     """Add the flags of a program that another program starts."""
-    parser.set_defaults(render_mode=None)  # with which create_env makes its environment
+    parser.set_defaults(render_mode=None, mode="train")  # which create_env may read
     group = parser.add_argument_group("started by a program")
     group.add_argument("--end_with_stdin", action="store_true",
                        help="Stop, as after SIGTERM, when standard input ends.")  # fmt: skip

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of Gymnasium environments, stepped one after the other: beast/envs/environments.py."""
 
+import functools
 import logging
 import multiprocessing
 import re
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from catch_env import Catch, Counter
 
-from beast.envs.environments import Environments, try_out
+from beast.envs.environments import Environments, sample_environment, try_out
 from beast.errors import EnvError, FlagError, format_cause
 from beast.nest import map_nest
 from libtorchbeast.rows import MAX_FLOAT, MAX_STEPS, Rows, draw_seeds, write_observation
@@ -463,6 +464,31 @@ def test_a_space_of_the_old_gym_is_said_to_be_one():
 
         with pytest.raises(EnvError, match=rf"{name} .*a gym\.spaces\..*the old package gym"):
             Environments(create, 1, 0)
+
+
+def test_spaces_of_several_players_are_said_to_be_theirs():
+    class Parallel(Acting):
+        def action_space(self, agent):
+            return DISCRETE
+
+    env = Parallel(DISCRETE)
+    del env.action_space  # of the object; the method of the class is left
+    with pytest.raises(EnvError, match="an environment of several players needs a wrapper"):
+        Environments(lambda: env, 1, 0)
+
+
+def test_a_create_env_that_goes_by_the_name_of_a_game_is_told(caplog):
+    def warnings(env_id, create):
+        caplog.clear()
+        flags = types.SimpleNamespace(env=env_id, env_backend="gym", seed=1, stall_timeout_s=60)
+        sample_environment(flags, lambda flags: create())
+        return caplog.text
+
+    text = warnings("PongNoFrameskip-v4", Counter)
+    assert "--env is PongNoFrameskip-v4, but create_env made <Counter" in text
+    assert warnings("counter", Counter) == warnings(None, Counter) == ""
+    game = functools.partial(gym.make, "ale_py:PongNoFrameskip-v4")
+    assert warnings("PongNoFrameskip-v4", game) == ""
 
 
 SMALL = gym.spaces.Box(-1, 1, (2,))

@@ -34,6 +34,13 @@ def test_updates_count_steps_returns_and_the_learning_rate():
     assert learner.stats["game_returns"] == [4.0]
 
 
+def test_a_scheduler_of_torch_in_place_of_a_function_is_named():
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(FlagError, match="returned a LinearLR as schedule: return a function"):
+        Learner(model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer), Version())
+
+
 @pytest.mark.parametrize("number", [np.float64, torch.tensor])
 def test_a_schedule_may_return_any_number(number):
     model = torch.nn.Linear(1, 1)
