@@ -103,6 +103,9 @@ class AgentLink:
 class Agents:
     """Agent processes.
 
+    To save, `hold` sets the limit HOLD. Each agent that meets it writes its state to shared memory,
+    sends "held" and waits; the main process copies the states, and sends "go on".
+
     Args:
       flags: num_agents, seed, stall_timeout_s.
       game_returns: for each agent a list of the returns of its last 100 games; updated in place.
@@ -124,6 +127,7 @@ class Agents:
         self._limits = torch.tensor([NEVER, AHEAD if in_step else NEVER]).share_memory_()
         self._heartbeats = torch.zeros(n, dtype=torch.float64).share_memory_()
         self._condition = threading.Condition()  # guards all attributes below
+        # Agents that are not waited for: they hold still, or died at the end of the run.
         self._held, self._is_over, self._is_read = [False] * n, False, True
         # Whether each agent has saved its state since the last request to hold.
         self._has_saved = [False] * n

@@ -89,6 +89,13 @@ class Start:
 
     Each counts beats in torchrun's store meanwhile, so that the others see that it is alive.
     SIGTERM to one rank ends all of them.
+
+    Keys of the store:
+      beats/RANK: counted up each second while the rank lives.
+      waits/N: how many ranks have come to meeting N.
+      waits/N/decision: "go" or "stop", by the rank that proposes first; it holds for all.
+      stop: is there once a rank has to stop; stopping: how many do.
+      first: the first value that was given to `share_first`.
     """
 
     def __init__(self, store, rank, size):
