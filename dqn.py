@@ -651,7 +651,8 @@ def train(flags):
     )  # fmt: skip
 
     with Run(flags, learner) as run:
-        target_model = copy.deepcopy(model)
+        # Moved again, which makes an LSTM's weights one block, as GPUs want them.
+        target_model = copy.deepcopy(model).to(device)
         buffers["exploration"].fill_(min(1, run.first_step / flags.epsilon_steps))
         buffers["policy_version"].fill_(weights.version)
         replay_feed.announce_refill(flags, run.first_step)

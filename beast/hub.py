@@ -96,7 +96,7 @@ def new_folder(path):
 def pack(run, name, folder, half=False):
     """Write the weights of a run's checkpoint into a folder, and what else belongs to the run.
 
-    With `half`, matrices and filters become float16; vectors, as biases and statistics, do not.
+    With `half`, matrices and filters become float16, unless a number is too large for it.
     """
     from safetensors.torch import save
 
@@ -115,7 +115,7 @@ def pack(run, name, folder, half=False):
     weights = {key: x.clone(memory_format=torch.contiguous_format) for key, x in weights.items()}
     if half:
         large = {key: x for key, x in weights.items() if x.dim() > 1 and x.dtype == torch.float32}
-        weights |= {key: x.half() for key, x in large.items()}
+        weights |= {key: x.half() for key, x in large.items() if x.half().isfinite().all()}
     try:
         header = json.dumps({key: saved[key] for key in HEADER})
     except (KeyError, TypeError) as error:  # a tensor among the flags, say

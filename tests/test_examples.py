@@ -90,8 +90,8 @@ def test_a_diff_applies_and_leaves_tidy_code_that_learns(apply, load, monkeypatc
 @pytest.mark.parametrize(
     ("program", "example", "env"),
     [
-        ("monobeast", "gaussian", "MountainCarContinuous-v0"),
-        ("polybeast", "multi_discrete", "dials:Dials-v0"),
+        ("monobeast", "multi_discrete", "dials:Dials-v0"),
+        ("polybeast", "gaussian", "MountainCarContinuous-v0"),
     ],
 )
 def test_a_program_with_other_actions_trains(apply, monkeypatch, program, example, env):

@@ -50,6 +50,7 @@ def test_half_of_the_bytes_are_enough_to_play(trained, tmp_path):
     one, packed = trained
     hub.main(["push", str(one), str(tmp_path / "half"), "--half", "--num_episodes", "4"])
     full, half = (load_file(path / hub.WEIGHTS) for path in (packed, tmp_path / "half"))
+    assert torch.float16 in {x.dtype for x in half.values()}
     for name, x in half.items():
         assert x.dtype == (torch.float16 if x.dim() > 1 else full[name].dtype)
         torch.testing.assert_close(x.to(full[name].dtype), full[name], rtol=1e-3, atol=1e-6)

@@ -256,7 +256,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("case", CASES[:1], ids=["monobeast"], indirect=True)
 def test_an_error_in_the_learner_ends_the_run_with_its_traceback(case, tmp_path):
     script = tmp_path / "failing.py"
     names = {"helpers": str(HELPERS), "fork": case.fork, "program": case.name}

@@ -167,7 +167,9 @@ def test_mixed_batches_are_learned_from_until_the_last_step(monkeypatch, program
     replay = argparse.Namespace(mix=lambda _: mixed, store=lambda *args: stored.append(args))
     version = learner.weights.version
     program.batch_and_learn(None, learner, *system, replay, run)
-    ((_, model, rows, state, optimizer, group),) = calls  # no thread learns from the other batch
+    ((_, model, rows, state, optimizer, group, *_),) = (
+        calls  # no thread learns from the other batch
+    )
     assert rows is mixed.rows and state is mixed.agent_state
     assert (model, optimizer, group) == (learner.model, learner.optimizer, learner.group)
     assert stored == [update[::-1]] and recorded == [update]
