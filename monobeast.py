@@ -393,7 +393,7 @@ def train(flags):
     optimizer, decay = create_optimizer(flags, model.to(device))
     num_threads = max(1, machine.count_cores() - flags.num_actors)
     learner = Learner(model, optimizer, decay, weights, num_threads)
-    replay = rollout_replay.RolloutReplay(flags)
+    replay = rollout_replay.RolloutReplay(flags, rollout_bytes)
 
     with Run(flags, learner) as run:
         buffers["policy_version"].fill_(weights.version)

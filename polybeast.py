@@ -36,6 +36,7 @@ from torch import nn
 
 import atari_wrappers
 import vtrace
+from beast.actors import rollout_buffers
 from beast.actors.weights import LocalWeights
 from beast.errors import FlagError
 from beast.flags import add_server_flags, create_parser, parse_flags, run_program
@@ -400,12 +401,12 @@ def train(flags):
     with servers.connect(flags, ENV_SCRIPT, nets.check_discrete, group) as env_servers:
         flags = servers.adopt_env(flags, env_servers)  # env, frames_per_step
         spaces = env_servers.observation_space, env_servers.action_space
-        model, _ = nets.create_net(Net, *spaces, **net_arguments(flags))
+        model, sample = nets.create_net(Net, *spaces, **net_arguments(flags))
         devices.choose_precision(flags, model, [device])
         initial_state = model.initial_state(1)
         optimizer, decay = create_optimizer(flags, model.to(device))
         learner = Learner(model, optimizer, decay, LocalWeights(model), num_threads)
-        replay = rollout_replay.RolloutReplay(flags)
+        replay = rollout_replay.RolloutReplay(flags, rollout_buffers.count_bytes(flags, *sample))
 
         with Run(flags, learner) as run:
             streams = Streams(flags, env_servers, initial_state, run.first_step, device)

@@ -63,8 +63,8 @@ def main():
     parser.add_argument("--correction", default="vtrace", choices=list(corrections.CORRECTIONS))
     parser.set_defaults(deterministic=True, disable_checkpoint=True)
     flags = parse_flags(parser)
-    if flags.compile:
-        raise FlagError("--compile is for the loss of monobeast.py alone: leave it out")
+    if flags.compile or flags.replay_ratio:
+        raise FlagError("--compile and --replay_ratio are for monobeast.py alone: leave them out")
     monobeast.act, monobeast.Run = act, CheckedRun
     monobeast.SharedWeights = lambda model: OldWeights(model, flags.lag)
     monobeast.compute_loss = corrections.Loss()

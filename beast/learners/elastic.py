@@ -60,7 +60,7 @@ OWN_FLAGS = (
     "env", "savedir", "seed", "rank", "num_actors", "num_servers", "server_addresses",
     "listen", "max_streams", "insecure", "spaces",
     "batch_size", "envs_per_actor", "envs_per_stream", "num_buffers", "num_learner_threads",
-    "num_inference_threads", "max_learner_queue_size", "stall_timeout_s",
+    "num_inference_threads", "max_learner_queue_size", "replay_rollouts", "stall_timeout_s",
 )  # fmt: skip
 
 

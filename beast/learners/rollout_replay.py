@@ -6,11 +6,12 @@ LASER, and Espeholt et al. 2018, section 5.2.2, mix them in the same way).
 """
 
 import logging
+import math
 
 import torch
 
 from beast.errors import FlagError
-from beast.nest import leaves_of, map_nest
+from beast.nest import map_nest
 from beast.parser import non_negative, positive
 from beast.processes.machine import check_memory
 from beast.runs import diagnostics
@@ -30,16 +31,17 @@ def add_flags(parser):
 class RolloutReplay:
     """The newest rollouts of this learner.
 
-    Those that make an update not finite are left out: they would come back in many others.
+    After an update that is not finite all are forgotten: new or old, the cause would come back.
 
     Args:
-      flags: replay_ratio, replay_rollouts, batch_size, seed, rank.
+      flags: replay_ratio, replay_rollouts, batch_size, seed, rank, num_learners, elastic.
+      rollout_bytes: of one rollout.
 
     Raises:
-      FlagError: there are fewer rollouts than a batch needs.
+      FlagError: there are fewer rollouts than a batch needs, or more than memory has room for.
     """
 
-    def __init__(self, flags):
+    def __init__(self, flags, rollout_bytes):
         self._count = round(flags.replay_ratio * flags.batch_size)  # in a batch
         self._capacity = flags.replay_rollouts
         if flags.replay_ratio > 0 and self._count == 0:
@@ -59,7 +61,11 @@ class RolloutReplay:
                 f"batch of {flags.batch_size} new ones, but --replay_rollouts is {self._capacity}: "
                 "give at least as many"
             )
+        if self._count:
+            check_memory(self._capacity * rollout_bytes, "--replay_rollouts", self._capacity)
         self._random = torch.Generator().manual_seed((flags.seed + flags.rank) % 2**63)
+        # The number of elastic learners, whose steps are added up, is not known.
+        self._num_learners = math.inf if flags.elastic else flags.num_learners
         self._stored, self._num_stored = None, 0  # a nest of tensors [capacity, ...]
 
     def mix(self, batch):
@@ -83,15 +89,25 @@ class RolloutReplay:
         )
 
     def store(self, batch, metrics):
-        """Store the new rollouts of a Batch, unless its update was not finite."""
-        if self._count == 0 or not diagnostics.is_finite(metrics):
+        """Store the new rollouts of a Batch; forget all if its update was not finite.
+
+        Raises:
+          ValueError: the metric `steps` counts old rollouts, too.
+        """
+        if self._count == 0:
+            return
+        if metrics.get("steps", 0) > self._num_learners * batch.cpu_rows["done"][1:].numel():
+            raise ValueError(
+                "the metric `steps` of compute_loss counts old rollouts, too, so the run would end "
+                "too soon: return mask[:, : flags.batch_size].sum()"
+            )
+        if not diagnostics.is_finite(metrics):
+            self._num_stored = 0
             return
         n = batch.cpu_rows["done"].shape[1]  # behind them agent_state may have old ones
         state = map_nest(lambda x: x[:, :n].cpu().movedim(1, 0), batch.agent_state)
         new = map_nest(lambda x: x.movedim(1, 0), batch.cpu_rows), state
         if self._stored is None:
-            size = sum(x[0].nbytes for x in leaves_of(new))
-            check_memory(self._capacity * size, "--replay_rollouts", self._capacity)
             self._stored = map_nest(lambda x: x.new_empty(self._capacity, *x.shape[1:]), new)
         places = [(self._num_stored + i) % self._capacity for i in range(n)]
 

@@ -96,7 +96,7 @@ class Run:
         self._group.share_state(self._learner)
         if (size := self._group.size) > 1:
             num_rollouts = size * self._flags.batch_size
-            logging.info("%d learners: an update sums over %d rollouts", size, num_rollouts)
+            logging.info("%d learners: an update sums over %d new rollouts", size, num_rollouts)
         self.first_step = self._learner.step
         if self.first_step:
             logging.info("Resuming %s at step %s", self.path, f"{self.first_step:,}")

@@ -19,8 +19,9 @@ T, B = 3, 4
 
 def make_flags(ratio=1.5, rollouts=10):
     return types.SimpleNamespace(
-        replay_ratio=ratio, replay_rollouts=rollouts, batch_size=B, seed=1, rank=0
-    )
+        replay_ratio=ratio, replay_rollouts=rollouts, batch_size=B, seed=1, rank=0,
+        num_learners=2, elastic=None,
+    )  # fmt: skip
 
 
 def make_batch(number):
@@ -32,7 +33,7 @@ def make_batch(number):
 
 
 def test_old_rollouts_stand_whole_behind_the_new_ones():
-    replay, seen = RolloutReplay(make_flags()), set()
+    replay, seen = RolloutReplay(make_flags(), 1), set()
     for number in range(40):
         batch = make_batch(number)
         mixed = replay.mix(batch)
@@ -59,7 +60,7 @@ def test_old_rollouts_stand_whole_behind_the_new_ones():
 @pytest.mark.parametrize("kind", ["bool", "uint8", "uint16", "uint32", "uint64", "int8", "float64"])
 def test_frames_of_all_types_are_stored(kind):
     dtype = getattr(torch, kind)
-    replay = RolloutReplay(make_flags(1.0))
+    replay = RolloutReplay(make_flags(1.0), 1)
     for number in range(3):
         batch = make_batch(number)
         batch.rows["frame"] = batch.rows["frame"].to(dtype)
@@ -71,33 +72,42 @@ def test_frames_of_all_types_are_stored(kind):
 
 
 def test_a_ratio_of_zero_changes_nothing():
-    replay, batch = RolloutReplay(make_flags(0.0)), make_batch(0)
+    replay, batch = RolloutReplay(make_flags(0.0), 1), make_batch(0)
     for _ in range(5):
         assert replay.mix(batch) is batch
         replay.store(batch, {})
 
 
-def test_rollouts_of_a_nonfinite_update_do_not_come_back():
-    replay = RolloutReplay(make_flags())
-    for number in range(10):
-        replay.store(make_batch(number), {"total_loss": float("nan") if number % 2 else 1.0})
-    old = replay.mix(make_batch(10)).rows["frame"][0, B:]
-    assert set((old // 10).tolist()) <= {4.0, 6.0, 8.0}
+def test_an_update_that_is_not_finite_brings_nothing_back():
+    replay, batch = RolloutReplay(make_flags(), 1), make_batch(10)
+    for number in range(6):
+        replay.store(make_batch(number), {"total_loss": float("nan") if number == 3 else 1.0})
+        if number == 3:
+            assert replay.mix(batch) is batch
+    old = replay.mix(batch).rows["frame"][0, B:]
+    assert set((old // 10).tolist()) == {4.0, 5.0}
+
+
+def test_steps_that_count_old_rollouts_end_the_run():
+    replay = RolloutReplay(make_flags(), 1)
+    replay.store(make_batch(0), {"steps": 2.0 * T * B})  # of two learners
+    with pytest.raises(ValueError, match="counts old rollouts"):
+        replay.store(make_batch(1), {"steps": 2.5 * 2 * T * B})
 
 
 def test_a_replay_that_is_too_small_or_too_large_is_refused(monkeypatch):
     with pytest.raises(FlagError, match=r"1.5 needs 6 old .* of 4 new .* is 5: give at least"):
-        RolloutReplay(make_flags(rollouts=5))
+        RolloutReplay(make_flags(rollouts=5), 1)
     with pytest.raises(FlagError, match="0.1 is less than one old .* of 4 new ones: .* least 0.25"):
-        RolloutReplay(make_flags(0.1))
+        RolloutReplay(make_flags(0.1), 1)
     monkeypatch.setattr(machine, "count_memory", lambda: 2**30)
-    replay = RolloutReplay(make_flags(rollouts=2**30))
-    with pytest.raises(FlagError, match="takes .* GiB, but 1.0 GiB of memory are free: give at"):
-        replay.store(make_batch(0), {})
+    with pytest.raises(FlagError, match="takes 2.0 GiB, but 1.0 GiB of memory are free: give at"):
+        RolloutReplay(make_flags(rollouts=2**21), 2**10)
+    RolloutReplay(make_flags(0, rollouts=2**21), 2**10)
 
 
 def test_a_bad_batch_has_the_old_rollouts(tmp_path):
-    replay, batch = RolloutReplay(make_flags(1.0)), make_batch(0)
+    replay, batch = RolloutReplay(make_flags(1.0), 1), make_batch(0)
     batch.rows["frame"][:] = 1e30
     replay.store(batch, {})
     mixed = replay.mix(make_batch(1))

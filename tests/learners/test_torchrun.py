@@ -45,7 +45,7 @@ def test_two_learners_train_resume_and_end_by_sigterm_as_one(tmp_path, program):
         process.end()
         process.wait_for_members()
     log = (folder / "out.log").read_text()
-    assert "2 learners: an update sums over 8 rollouts" in log and "Resuming" in log
+    assert "2 learners: an update sums over 8 new rollouts" in log and "Resuming" in log
     assert f"was of 2 x 4 rollouts (learners x --batch_size), and now is of {number} x 4" in log
     assert results(tmp_path, number)[0]["status"] == 0
     assert load(folder / "model.tar")["step"] == last_step(folder)
