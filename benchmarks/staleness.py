@@ -64,7 +64,7 @@ def main():
     parser.set_defaults(deterministic=True, disable_checkpoint=True)
     flags = parse_flags(parser)
     if flags.compile or flags.replay_ratio:
-        raise FlagError("--compile and --replay_ratio are for monobeast.py alone: leave them out")
+        raise FlagError("--compile and --replay_ratio do not work here: leave them out")
     monobeast.act, monobeast.Run = act, CheckedRun
     monobeast.SharedWeights = lambda model: OldWeights(model, flags.lag)
     monobeast.compute_loss = corrections.Loss()

@@ -241,6 +241,13 @@ def test_what_cannot_be_resumed_or_tested_is_refused_at_once(case, learned, tmp_
     assert (tmp_path / "whole" / "model.tar").read_bytes() == whole
 
 
+def test_a_replay_that_memory_cannot_hold_is_refused(case, tmp_path):
+    replay = "--replay_ratio 1 --replay_rollouts 1_000_000_000"
+    output = run(case.script, case.smallest, "--env Catch --savedir", tmp_path, replay, status=1)
+    assert re.search(r"--replay_rollouts 1,000,000,000 takes [\d.]+ GiB, but", output), output
+    assert list(tmp_path.iterdir()) == []
+
+
 FAILING = """
 import sys
 sys.path.insert(0, {helpers!r})

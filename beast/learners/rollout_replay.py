@@ -65,7 +65,7 @@ class RolloutReplay:
             check_memory(self._capacity * rollout_bytes, "--replay_rollouts", self._capacity)
         self._random = torch.Generator().manual_seed((flags.seed + flags.rank) % 2**63)
         # The number of elastic learners, whose steps are added up, is not known.
-        self._num_learners = math.inf if flags.elastic else flags.num_learners
+        self._num_learners = math.inf if getattr(flags, "elastic", None) else flags.num_learners
         self._stored, self._num_stored = None, 0  # a nest of tensors [capacity, ...]
 
     def mix(self, batch):

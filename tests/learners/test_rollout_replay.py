@@ -92,7 +92,10 @@ def test_steps_that_count_old_rollouts_end_the_run():
     replay = RolloutReplay(make_flags(), 1)
     replay.store(make_batch(0), {"steps": 2.0 * T * B})  # of two learners
     with pytest.raises(ValueError, match="counts old rollouts"):
-        replay.store(make_batch(1), {"steps": 2.5 * 2 * T * B})
+        replay.store(make_batch(1), {"steps": 2.0 * T * B + 1})
+    flags = make_flags()
+    flags.elastic = "host:1"
+    RolloutReplay(flags, 1).store(make_batch(2), {"steps": 9.0 * T * B})  # of any number
 
 
 def test_a_replay_that_is_too_small_or_too_large_is_refused(monkeypatch):
